@@ -1,0 +1,60 @@
+"""Routing replay for mixture-of-experts reinforcement learning on every Megatron-core from 0.12.
+
+The public names below are resolved on first use (PEP 562): importing this package loads no torch,
+numpy, wrapt or Megatron, because torch imports it in every process through an entry point.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replay_patch.activation import Status, activate, deactivate, status
+    from replay_patch.errors import (
+        LayoutError,
+        PatchNotActive,
+        ReplayPatchError,
+        RouteError,
+        SettingsError,
+        WireError,
+    )
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Status": "activation",
+    "activate": "activation",
+    "deactivate": "activation",
+    "status": "activation",
+    "LayoutError": "errors",
+    "PatchNotActive": "errors",
+    "ReplayPatchError": "errors",
+    "RouteError": "errors",
+    "SettingsError": "errors",
+    "WireError": "errors",
+}
+
+__all__ = [
+    "LayoutError",
+    "PatchNotActive",
+    "ReplayPatchError",
+    "RouteError",
+    "SettingsError",
+    "Status",
+    "WireError",
+    "__version__",
+    "activate",
+    "deactivate",
+    "status",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        # MindSpeed probes every loaded module with hasattr: answer, and import nothing.
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
