@@ -1,0 +1,54 @@
+"""Run a function as soon as a module is completely imported: now, or when somebody imports it.
+
+wrapt's post-import hooks do the waiting. They cannot tell a module that is in `sys.modules` and
+still being executed (Megatron imported before torch: torch's entry point calls us from the middle
+of that import) from a finished one, so that case is handled here.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    """Call `callback()` when the module `name` is complete. `callback` must not raise.
+
+    An import that fails calls nothing; a later one that succeeds does.
+    """
+    module = sys.modules.get(name)
+    if module is None:
+        wrapt.register_post_import_hook(lambda _: callback(), name)
+        return
+    spec = getattr(module, "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        _when_complete(spec, module, callback)
+    else:
+        callback()
+
+
+def _when_complete(spec: Any, module: ModuleType, callback: Callable[[], None]) -> None:
+    """Call `callback` when the import system is done with `module`.
+
+    importlib sets `spec._initializing = False` as the very last step of an import, and offers no
+    hook there. So for the rest of this one import that attribute is a property of the spec.
+    """
+    plain: type[ModuleSpec] = type(spec)
+
+    def done(self: Any, value: bool) -> None:
+        self.__class__ = plain
+        self._initializing = value
+        if sys.modules.get(spec.name) is module:
+            callback()
+        else:  # the import failed and was taken back: wait for the next one
+            when_imported(spec.name, callback)
+
+    # Two waiting callbacks nest: the inner property is met again when `done` sets the attribute.
+    spec.__class__ = type(plain.__name__, (plain,), {"_initializing": property(_true, done)})
+
+
+def _true(spec: Any) -> bool:
+    return True
