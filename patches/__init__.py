@@ -1,0 +1,39 @@
+"""What changes with a Megatron release: one file, one `Patch`.
+
+The order is the order of application. `docs/patches.md` is generated from these.
+"""
+
+from replay_patch.patches import (
+    aux_loss_methods,
+    config_fields,
+    fused_router,
+    mtp_depth,
+    native_router_replay,
+    router_objects,
+    router_replay_module,
+    router_topk,
+)
+
+PATCHES = (
+    config_fields.PATCH,
+    aux_loss_methods.PATCH,
+    router_replay_module.PATCH,
+    native_router_replay.PATCH,
+    router_topk.PATCH,
+    fused_router.PATCH,
+    router_objects.PATCH,
+    mtp_depth.PATCH,
+)
+
+REPLAY_PATCHES = tuple(
+    p.name
+    for p in (
+        router_replay_module.PATCH,
+        native_router_replay.PATCH,
+        router_topk.PATCH,
+        fused_router.PATCH,
+        router_objects.PATCH,
+        mtp_depth.PATCH,
+    )
+)
+"""Without one of these a replay would be wrong or ignored: using replay is refused."""

@@ -1,0 +1,111 @@
+"""Replay's config fields on every release, every subclass, in every order."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch import activation
+from replay_patch.config import replay_enabled
+from replay_patch.patching import Patch, Transaction
+from replay_patch.probe import Probe
+
+_MODULE = "megatron.core.transformer.transformer_config"
+_ROOT = f"{_MODULE}:TransformerConfig"
+
+FIELDS = {"enable_routing_replay": False, "moe_enable_routing_replay": False}
+FIELDS["moe_router_fusion"] = False
+"""Name -> default. All are bool."""
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    missing = _missing(probe.find(_ROOT))
+    return bool(missing), f"TransformerConfig lacks {', '.join(missing) or 'none of the fields'}"
+
+
+def _missing(cls: Any) -> list[str]:
+    return [name for name in FIELDS if name not in cls.__dataclass_fields__]
+
+
+def _apply(transaction: Transaction) -> None:
+    root = Probe().find(_ROOT)
+    missing = _missing(root)  # before the first change
+    for cls in _tree(root):
+        own = vars(cls)
+        if "__dataclass_fields__" not in own:
+            continue  # a plain subclass uses its parent's __init__ and fields
+        where = f"{cls.__module__}.{cls.__qualname__}.__dataclass_fields__"
+        names = _missing(cls)  # a subclass may have declared one itself
+        for name in names:
+            transaction.item(own["__dataclass_fields__"], name, _field(name), where)
+        if "__init__" in own:
+            transaction.set(cls, "__init__", _accepting(own["__init__"], names))
+    for name in missing:
+        # A subclass made later inherits fields and default by itself. typing.get_type_hints and
+        # Megatron's argument factory read the annotation.
+        transaction.set(root, name, FIELDS[name])
+        transaction.item(root.__annotations__, name, bool, f"{_ROOT}.__annotations__")
+
+
+def _tree(cls: Any) -> list[Any]:
+    """`cls` and all its subclasses, each once, parents first."""
+    out: dict[Any, None] = {cls: None}
+    for sub in cls.__subclasses__():
+        out.update(dict.fromkeys(_tree(sub)))
+    return list(out)
+
+
+def _field(name: str) -> Any:
+    """A `Field` as the dataclass decorator makes it."""
+    made: Any = dataclasses.field(default=FIELDS[name], kw_only=True)
+    made.name, made.type = name, bool
+    made._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+    return made
+
+
+def _accepting(original: Callable[..., None], names: list[str]) -> Callable[..., None]:
+    """`__init__` that takes `names`, too. MindSpeed hands on what this signature has."""
+
+    @functools.wraps(original, updated=())
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in names if name in kwargs}
+        self.__dict__.update(given)  # __post_init__ may look at them
+        original(self, *args, **kwargs)
+        self.__dict__.update(given)
+        if replay_enabled(self):
+            activation.require_replay(f"{type(self).__name__} with routing replay on")
+
+    signature = inspect.signature(original)
+    kept = [p for p in signature.parameters.values() if p.name not in names]
+    catch_all = [p for p in kept if p.kind is p.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=FIELDS[n], annotation=bool)
+        for n in names
+    ]
+    parameters = [p for p in kept if p not in catch_all] + added + catch_all
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return __init__
+
+
+PATCH = Patch(
+    name="config_fields",
+    targets=(_ROOT, f"{_MODULE}:MLATransformerConfig"),
+    modules=(_MODULE,),
+    why=(
+        "`enable_routing_replay` (what trainers set) is in no release, `moe_enable_routing_replay` "
+        "only from 0.16 and `moe_router_fusion` only from 0.14. Config subclasses have an "
+        "`__init__` of their own, so a patch of `TransformerConfig.__init__` alone misses "
+        "DeepSeek-type models; a bare class attribute makes MindSpeed drop the user's True."
+    ),
+    how=(
+        "A real keyword-only `Field` in `__dataclass_fields__` of the root and of each dataclass "
+        "subclass, the default as class attribute of the root, and each class's own `__init__` "
+        "taking the names. Subclasses made later inherit all three. `__post_init__`, `__new__` and "
+        "the metaclass are left alone."
+    ),
+    upstream="https://github.com/volcengine/verl/pull/5884",
+    remove_when="no supported release lacks one of the fields and trainers use Megatron's name",
+    needed=_needed,
+    apply=_apply,
+)

@@ -1,0 +1,141 @@
+"""Replay inside the top-k function of the releases that have no seam for it (0.12 ... 0.15).
+
+The function is not re-implemented and not copied. While a router records or replays, it runs the
+release's own code object with two global names bound differently: `torch`, whose `topk` is ours
+once, and `group_limited_topk`. All that follows the final selection (probabilities, scaling,
+capacity, dropping, the map) is the release's own; so are the inner top-k calls of group selection,
+which run with the real names.
+"""
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching import Patch, Transaction
+from replay_patch.probe import Probe
+
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+_ROUTER = "megatron.core.transformer.moe.router"
+_NAMES = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+"""0.12 and 0.13; from 0.14 on."""
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    name = _name(probe)
+    if "router_replay" in probe.parameters(f"{_UTILS}:{name}"):
+        return False, f"{name} takes router_replay"
+    return True, f"{name} takes no router_replay"
+
+
+def _name(probe: Probe) -> str:
+    for name in _NAMES:
+        if probe.find(f"{_ROUTER}:{name}") is not None:
+            return name
+    raise LookupError(
+        f"{_ROUTER} uses none of {', '.join(_NAMES)}: this is {probe.megatron()}, and replay-patch "
+        "supports megatron-core 0.12.0 and later"
+    )
+
+
+def _apply(transaction: Transaction) -> None:
+    probe = Probe()
+    name = _name(probe)
+    original = probe.find(f"{_ROUTER}:{name}")
+    ours = _replaying(original)
+    # router.py and others have imported the function by value: set every name that is bound to it.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            transaction.set(module, name, ours)
+
+
+def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch import selection
+
+    running = selection.running
+
+    @selection.opaque
+    def select(replay: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("fused"):
+            selection.warn_unfused(replay)
+            kwargs = {**kwargs, "fused": False}
+        return _with_selection(original, replay)(*args, **kwargs)
+
+    @functools.wraps(original, updated=())
+    def topk_function(*args: Any, **kwargs: Any) -> Any:
+        if not running:
+            return original(*args, **kwargs)
+        replay = running.get(threading.get_ident())
+        if replay is None:
+            return original(*args, **kwargs)
+        return select(replay, args, kwargs)
+
+    return topk_function
+
+
+def _with_selection(original: Any, replay: Any) -> Callable[..., Any]:
+    """`original` with its first call of `torch.topk` or `group_limited_topk` answered by `replay`.
+
+    The globals are copied at each call, so that names patched by others are seen.
+    """
+    names = original.__globals__
+    torch, group_limited_topk = names["torch"], names["group_limited_topk"]
+    answered = False
+
+    def choose(scores: Any, topk: int, groups: tuple[Any, Any], native: Any) -> Any:
+        nonlocal answered
+        answered = True
+        return replay.get_replay_topk(scores, topk, *groups, lambda *args, **kwargs: native())
+
+    class Torch:
+        """torch, but for the selection. Capacity uses topk, too, later and along dim 0."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def topk(scores: Any, k: int, dim: int = -1, **kwargs: Any) -> Any:
+            def native() -> Any:
+                return torch.topk(scores, k=k, dim=dim, **kwargs)
+
+            if answered or dim not in (1, -1) or scores.dim() != 2:
+                return native()
+            return choose(scores, k, (None, None), native)
+
+    def grouped(**kwargs: Any) -> Any:
+        groups = (kwargs["num_groups"], kwargs["group_topk"])
+        return choose(
+            kwargs["scores"], kwargs["topk"], groups, lambda: group_limited_topk(**kwargs)
+        )
+
+    clone = types.FunctionType(
+        original.__code__,
+        {**names, "torch": Torch(), "group_limited_topk": grouped},
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+    clone.__kwdefaults__ = original.__kwdefaults__
+    return clone
+
+
+PATCH = Patch(
+    name="router_topk",
+    targets=tuple(f"{module}:{name}" for name in _NAMES for module in (_UTILS, _ROUTER)),
+    modules=(_ROUTER,),
+    why="Before 0.16 nothing lets a caller say which experts a router takes.",
+    how=(
+        "A wrapper of the top-k function, set wherever that function is bound. While the running "
+        "router has a replay action it calls the same code with `torch.topk` and "
+        "`group_limited_topk` bound so that the first, final selection goes through "
+        "`RouterReplay.get_replay_topk`; else the original. `TopKRouter.routing` is not touched, "
+        "and capacity, dropping, probabilities and losses stay the release's own. A fused router "
+        "runs unfused while it records or replays."
+    ),
+    upstream="Megatron-LM commit db6b895c69 (0.16.0) added the seam",
+    remove_when="0.15 is no longer supported",
+    needed=_needed,
+    apply=_apply,
+)
