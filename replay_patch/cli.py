@@ -1,0 +1,131 @@
+"""The `replay-patch` command."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replay_patch import __version__
+from replay_patch.errors import ReplayPatchError
+
+_SITE = Path(__file__).with_name("site")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.command(args))
+    except ReplayPatchError as error:
+        print(f"replay-patch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("replay-patch: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="replay-patch",
+        description="Routing replay for MoE reinforcement learning on any Megatron-core from 0.12.",
+    )
+    parser.add_argument("--version", action="version", version=f"replay-patch {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo", help="show on a real Megatron-core, on a CPU, what replay changes"
+    )
+    demo.add_argument(
+        "--megatron",
+        default="latest",
+        metavar="VERSION",
+        help="the release to run on, downloaded once (default: the newest tested)",
+    )
+    demo.add_argument("--seed", type=int, default=0, help="of weights, tokens and sampling")
+    demo.add_argument("--cache", metavar="DIR", help="where releases are kept")
+    demo.add_argument("--plot", metavar="FILE.png", help="also draw the figures (extra: plot)")
+    _add_json(demo)
+    demo.set_defaults(command=_demo)
+
+    patches = commands.add_parser("patches", help="list the patches and why each exists")
+    _add_json(patches)
+    patches.set_defaults(command=_patches)
+
+    run = commands.add_parser(
+        "run",
+        help="run a command and its children with the plugin on",
+        description="For torch < 2.5, for TORCH_DEVICE_BACKEND_AUTOLOAD=0 and for scripts that "
+        "import torch_npu first: activates the plugin at the start of every Python process.",
+    )
+    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    run.set_defaults(command=_run)
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON to FILE, or to stdout in place of the text",
+    )
+
+
+def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
+    if args.json is None:
+        print(text)
+    elif args.json == "-":
+        print(json.dumps(data, indent=2))
+    else:
+        Path(args.json).write_text(json.dumps(data, indent=2) + "\n")
+        print(text)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from replay_patch import demo
+
+    result = demo.run_demo(megatron=args.megatron, seed=args.seed, cache=args.cache)
+    _report(args, result, demo.format_demo(result))
+    if args.plot:
+        demo.plot_demo(result, args.plot)
+    return 0
+
+
+def _patches(args: argparse.Namespace) -> int:
+    from replay_patch import activation
+    from replay_patch.patches import PATCHES
+
+    states = {p.name: p.state for p in activation.status().patches}
+    rows = [
+        {
+            "name": p.name,
+            "targets": list(p.targets),
+            "why": p.why,
+            "state": states.get(p.name, "off"),
+        }
+        for p in PATCHES
+    ]
+    lines = [f"{row['name']:22}{row['state']:12}{row['why']}" for row in rows]
+    _report(args, {"patches": rows}, "\n\n".join(lines))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    if not command:
+        raise ReplayPatchError("nothing to run: replay-patch run -- COMMAND ...")
+    path = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "REPLAY_PATCH": "1", "PYTHONPATH": os.pathsep.join(path)}
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        print(f"replay-patch: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main())
