@@ -9,6 +9,7 @@ from replay_patch.patches import (
     fused_router,
     mtp_depth,
     native_router_replay,
+    router_guard,
     router_objects,
     router_replay_module,
     router_topk,
@@ -23,6 +24,7 @@ PATCHES = (
     fused_router.PATCH,
     router_objects.PATCH,
     mtp_depth.PATCH,
+    router_guard.PATCH,
 )
 
 REPLAY_PATCHES = tuple(

@@ -1,13 +1,11 @@
-"""Every router knows its replay object; replay that would be ignored is refused."""
+"""Every router knows its replay object, and a router that makes no selection is an error."""
 
 import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch import activation
 from replay_patch.config import replay_enabled, router_cuda_graph, router_fusion
-from replay_patch.errors import RouteError
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
 
@@ -25,7 +23,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
             f"neither TopKRouter nor moe_utils has {scores}: this is {probe.megatron()}, and "
             "replay-patch supports megatron-core 0.12.0 and later"
         )
-    return True, "the replay object is given its layer, and routers that ignore it are refused"
+    return True, "routers have no replay object that knows its layer"
 
 
 def _apply(transaction: Transaction) -> None:
@@ -33,26 +31,29 @@ def _apply(transaction: Transaction) -> None:
     if not hasattr(router, "router_replay"):
         transaction.set(router, "router_replay", None)  # what a router without replay answers
     for cls, name, make in (
-        (base, "__init__", _refusing_unknown),
         (base, "set_layer_number", _numbering),
         (router, "__init__", _building),
         (router, "forward", _running),
     ):
         original = vars(cls)[name]
-        transaction.set(cls, name, functools.wraps(original, updated=())(make(original, router)))
+        transaction.set(cls, name, functools.wraps(original, updated=())(make(original)))
 
 
-def _building(original: Callable[..., None], router: type) -> Callable[..., None]:
+def _building(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from replay_patch import router_replay, selection
+
         original(self, *args, **kwargs)
+        if router_fusion(self.config) and not _can_fuse():
+            selection.warn_once(
+                "moe_router_fusion is on, but %s has no fused router: it runs unfused",
+                Probe().megatron(),
+            )
         if not replay_enabled(self.config):
             if self.router_replay is not None:  # the release took the string "false" for true
                 _leave(self.router_replay)
                 self.router_replay = None
             return
-        activation.require_replay(f"{type(self).__name__} with routing replay on")
-        from replay_patch import router_replay, selection
-
         if self.router_replay is None:
             self.router_replay = router_replay.new()
         replay = self.router_replay
@@ -61,42 +62,11 @@ def _building(original: Callable[..., None], router: type) -> Callable[..., None
         replay.graphed = router_cuda_graph(self.config)
         # The list is for positional callers; a dead router must not shift their positions.
         weakref.finalize(self, _leave, replay).atexit = False
-        if router_fusion(self.config) and not _can_fuse():
-            selection.warn_once(
-                "moe_router_fusion is on, but %s has no fused router: it runs unfused",
-                Probe().megatron(),
-            )
 
     return __init__
 
 
-def _refusing_unknown(original: Callable[..., None], router: type) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not replay_enabled(self.config):
-            return
-        known = isinstance(self, router)
-        forward: Any = type(self).forward
-        if not known or not _calls_super(forward):
-            raise RouteError(
-                f"{Probe().megatron()}: router class {type(self).__module__}."
-                f"{type(self).__qualname__} with routing replay on; expected "
-                + ("its forward to call TopKRouter.forward" if known else "a TopKRouter")
-                + ", because replay would be ignored. Derive it so, or switch replay off"
-            )
-
-    return __init__
-
-
-def _calls_super(forward: Any) -> bool:
-    """Whether a router's forward is, or can reach, the one that we wrapped."""
-    code = getattr(forward, "__code__", None)
-    return hasattr(forward, "__wrapped__") or (
-        code is not None and ("__class__" in code.co_freevars or "TopKRouter" in code.co_names)
-    )
-
-
-def _numbering(original: Callable[..., None], router: type) -> Callable[..., None]:
+def _numbering(original: Callable[..., None]) -> Callable[..., None]:
     def set_layer_number(self: Any, layer_number: int) -> None:
         original(self, layer_number)
         if getattr(self, "router_replay", None) is not None:
@@ -105,7 +75,7 @@ def _numbering(original: Callable[..., None], router: type) -> Callable[..., Non
     return set_layer_number
 
 
-def _running(original: Callable[..., Any], router: type) -> Callable[..., Any]:
+def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import selection
 
     run = selection.opaque(selection.run)
@@ -136,15 +106,13 @@ PATCH = Patch(
     targets=(
         f"{_ROUTER}.__init__",
         f"{_ROUTER}.forward",
-        f"{_BASE}.__init__",
         f"{_BASE}.set_layer_number",
     ),
     modules=(_MODULE,),
     why=(
         "Before 0.16 a router has no replay object, from 0.16 on only under Megatron's own config "
-        "name; the object knows no layer before 0.19, no MTP block anywhere, and its global list "
-        "keeps dead routers. Routers that never ask it (sinkhorn, quantile balancing, other "
-        "classes) ignore replay silently."
+        "name; the object knows no layer before 0.19, and its global list keeps dead routers. "
+        "Routers that never ask it (sinkhorn, quantile balancing, other code) ignore it silently."
     ),
     how=(
         "`__init__` adds the object if either config name is true, and lets its list entry go when "

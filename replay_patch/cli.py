@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="VERSION",
         help="the release to run on, downloaded once (default: the newest tested)",
     )
+    demo.add_argument(
+        "--megatron-path", metavar="DIR", help="a checkout to run on, in place of a download"
+    )
     demo.add_argument("--seed", type=int, default=0, help="of weights, tokens and sampling")
     demo.add_argument("--cache", metavar="DIR", help="where releases are kept")
     demo.add_argument("--plot", metavar="FILE.png", help="also draw the figures (extra: plot)")
@@ -88,7 +91,7 @@ def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from replay_patch import demo
 
-    result = demo.run_demo(megatron=args.megatron, seed=args.seed, cache=args.cache)
+    result = demo.run_demo(args.megatron, args.seed, args.cache, args.megatron_path)
     _report(args, result, demo.format_demo(result))
     if args.plot:
         demo.plot_demo(result, args.plot)

@@ -200,7 +200,9 @@ class Ledger:
                 transaction.changes, undone = armed, Transaction(transaction.changes[len(armed) :])
                 undone.undo()
                 self._states[name] = FAILED, f"{type(error).__name__}: {error}"
-                _log.warning("patch %s failed on %s", name, self.probe.megatron(), exc_info=True)
+                found = self._states[name][1]
+                _log.warning("patch %s failed on %s: %s", name, self.probe.megatron(), found)
+                _log.debug("patch %s failed here", name, exc_info=True)
             else:
                 _log.debug("patch %s: %s (%s)", name, *self._states[name])
 

@@ -102,7 +102,7 @@ def check_ids(
     wide: Tensor = ids.to(torch.int64)
     if num_experts is None or not wide.numel():
         return wide
-    if wide.device.type == "cpu":
+    if _on_host(wide):
         low, high = (int(v) for v in torch.aminmax(wide))
         if low < 0 or high >= num_experts:
             row = int(((wide < 0) | (wide >= num_experts)).any(dim=1).nonzero()[0])
@@ -276,7 +276,7 @@ def _duplicates(replay: Any, ids: Tensor) -> Tensor | None:
     """[T] bool: rows with an expert twice; None if it is known that there is none."""
     ordered = ids.sort(dim=1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
-    if twice.device.type != "cpu":
+    if not _on_host(twice):
         if activation.strict():
             _defer(replay, twice.any())
         return twice
@@ -297,6 +297,11 @@ def _duplicates(replay: Any, ids: Tensor) -> Tensor | None:
         len(ids),
     )
     return twice
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether looking at the values waits for no device."""
+    return tensor.device.type == "cpu"
 
 
 def _freeze(replay: Any, target: Tensor, ids: Tensor) -> None:

@@ -54,7 +54,6 @@ def main() -> int:
 
 def _pytest(name: str, release: str | None, extra: list[str]) -> tuple[int, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("REPLAY_PATCH")}
-    env["PYTHONDONTWRITEBYTECODE"] = "1"
     if release is not None:
         path = [str(environment(release)), *filter(None, [env.get("PYTHONPATH")])]
         env.update(PYTHONPATH=os.pathsep.join(path), REPLAY_PATCH="1")

@@ -15,7 +15,9 @@ from replay_patch.matrix import cpu, tiny
 
 cpu.install()
 
-import megatron.core
+# After the bed. These two bring every module that a patch waits for.
+import megatron.core.models.gpt.gpt_model
+import megatron.core.transformer.moe.router
 
 cpu.patch_megatron()
 logging.getLogger("megatron").setLevel(logging.ERROR)

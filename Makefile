@@ -1,0 +1,33 @@
+# Each target makes what it needs: `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RELEASES ?=
+
+.PHONY: setup demo test lint docs clean
+
+setup: $(BIN)/.installed
+
+# Here torch is the CPU build where the index has one under this pin; users bring their own.
+$(BIN)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,lint,plot]"
+	touch $@
+
+demo: setup
+	$(BIN)/replay-patch demo
+
+test: setup
+	$(BIN)/python tests/run.py $(if $(RELEASES),--releases $(RELEASES))
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python -m replay_patch.docs
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,230 @@
+"""The config fields on TransformerConfig, MLATransformerConfig and subclasses of every kind."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+from helpers import fresh
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from standins import mindspeed_config
+
+import replay_patch
+from replay_patch.config import replay_enabled, router_fusion
+from replay_patch.matrix import tiny
+
+NAMES = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+
+
+@dataclasses.dataclass
+class Later(TransformerConfig):
+    """A trainer's provider class, made after activation."""
+
+    extra: int = 3
+
+
+@dataclasses.dataclass
+class LaterMLA(MLATransformerConfig):
+    extra: int = 3
+
+
+class Plain(TransformerConfig):
+    """Not a dataclass, with an `__init__` of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.extra = 3
+
+
+@dataclasses.dataclass
+class Declaring(TransformerConfig):
+    """Has a field of our name already, with its own default."""
+
+    enable_routing_replay: bool = True
+
+
+CLASSES = (TransformerConfig, MLATransformerConfig, Later, LaterMLA, Plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_true_is_kept_and_the_default_is_false(cls: type, name: str) -> None:
+    assert getattr(cls(**SIZES), name) is False
+    assert getattr(cls(**SIZES, **{name: True}), name) is True
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cls", [c for c in CLASSES if c is not Plain])
+def test_each_is_a_real_field(cls: Any, name: str) -> None:
+    fields = [f for f in dataclasses.fields(cls) if f.name == name]
+
+    assert [(f.type, f.default, f.init) for f in fields] == [(bool, False, True)]
+    assert name in inspect.signature(cls).parameters
+    assert dataclasses.asdict(cls(**SIZES, **{name: True}))[name] is True
+
+
+@pytest.mark.parametrize("cls", [c for c in CLASSES if c is not Plain])
+def test_replace_copy_and_pickle_keep_it(cls: Any) -> None:
+    config = cls(**SIZES, enable_routing_replay=True)
+
+    copies = [
+        dataclasses.replace(config, hidden_size=16),
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+    ]
+
+    assert [c.enable_routing_replay for c in copies] == [True] * 4
+    assert copies[0].hidden_size == 16
+
+
+def test_a_subclass_keeps_a_default_of_its_own() -> None:
+    assert Declaring(**SIZES).enable_routing_replay is True
+    assert Declaring(**SIZES, enable_routing_replay=False).enable_routing_replay is False
+
+
+def test_an_unknown_argument_is_still_an_error() -> None:
+    with pytest.raises(TypeError, match="no_such_field"):
+        TransformerConfig(**SIZES, no_such_field=1)
+
+
+def test_positional_arguments_keep_their_places() -> None:
+    parameters = inspect.signature(TransformerConfig).parameters
+    first = next(iter(parameters))
+    others = {k: v for k, v in SIZES.items() if k != first}
+
+    assert getattr(TransformerConfig(2, **others), first) == 2
+    assert parameters["enable_routing_replay"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize(
+    "value, on", [(True, True), (False, False), ("true", True), ("false", False), ("True", True)]
+)
+def test_either_name_turns_replay_on(name: str, value: Any, on: bool) -> None:
+    config = TransformerConfig(**SIZES, **{name: value})
+
+    assert replay_enabled(config) is on
+
+
+def test_an_attribute_set_after_construction_counts() -> None:
+    config = TransformerConfig(**SIZES)
+    config.enable_routing_replay = True
+
+    assert replay_enabled(config)
+
+
+def test_a_word_that_is_neither_is_refused() -> None:
+    with pytest.raises(replay_patch.SettingsError, match="enable_routing_replay='perhaps'"):
+        TransformerConfig(**SIZES, enable_routing_replay="perhaps")
+
+
+def test_a_config_of_another_library_reads_as_off() -> None:
+    assert not replay_enabled(object())
+    assert not router_fusion(object())
+
+
+def test_the_base_accepts_a_trainers_provider_in_a_real_model() -> None:
+    config = tiny.moe_config(Later, enable_routing_replay=True)
+
+    model = tiny.gpt_model(config)
+
+    assert [m.router_replay.layer_number for m in model.modules() if hasattr(m, "topk")] == [1, 2]
+
+
+BEFORE = """
+import dataclasses, json
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+@dataclasses.dataclass
+class Early(MLATransformerConfig):
+    extra: int = 3
+
+@dataclasses.dataclass
+class Child(Early):
+    pass
+
+@dataclasses.dataclass
+class Own(TransformerConfig):
+    enable_routing_replay: bool = True
+"""
+
+
+def test_classes_made_before_activation() -> None:
+    code = (
+        BEFORE
+        + """
+import replay_patch
+replay_patch.activate()
+sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2)
+out = []
+for cls in (TransformerConfig, MLATransformerConfig, Early, Child):
+    on = cls(**sizes, enable_routing_replay=True, moe_router_fusion=True)
+    out.append([on.enable_routing_replay, on.moe_router_fusion, cls(**sizes).enable_routing_replay])
+out.append([Own(**sizes).enable_routing_replay, Own(**sizes, enable_routing_replay=False)
+            .enable_routing_replay])
+print(json.dumps(out))
+"""
+    )
+
+    assert fresh.run(code, bed=True) == [[True, True, False]] * 4 + [[True, False]]
+
+
+def test_deactivation_gives_the_classes_back() -> None:
+    code = (
+        BEFORE
+        + """
+import replay_patch
+def state():
+    return {c: (dict(vars(c)), dict(c.__dataclass_fields__))
+            for c in (TransformerConfig, MLATransformerConfig, Early, Own)}
+before = state()
+replay_patch.activate()
+assert state() != before
+replay_patch.deactivate()
+after = state()
+same = [c.__name__ for c in before if after[c] == before[c]]
+print(json.dumps([same, list(replay_patch.status().problems)]))
+"""
+    )
+
+    assert fresh.run(code, bed=True) == [
+        ["TransformerConfig", "MLATransformerConfig", "Early", "Own"],
+        [],
+    ]
+
+
+def test_mindspeed_rebuilding_the_class_of_every_config() -> None:
+    """Cases 3 and D2: a value must survive, and the class of a config is not what it was."""
+    original = TransformerConfig.__init__
+    try:
+        TransformerConfig.__init__ = mindspeed_config.init_wrapper(
+            original, {"use_flash_attn": True}
+        )
+        config = TransformerConfig(**SIZES, enable_routing_replay=True)
+        plain = TransformerConfig(**SIZES)
+    finally:
+        TransformerConfig.__init__ = original
+
+    assert type(config) is not TransformerConfig
+    assert config.use_flash_attn is True
+    assert replay_enabled(config)
+    assert not replay_enabled(plain)
+
+
+def test_mindspeed_in_front_of_us_with_the_flag_on_its_command_line() -> None:
+    original = TransformerConfig.__init__
+    try:
+        TransformerConfig.__init__ = mindspeed_config.init_wrapper(
+            original, {"enable_routing_replay": "false"}
+        )
+        off = TransformerConfig(**SIZES)
+        on = TransformerConfig(**SIZES, enable_routing_replay=True)
+    finally:
+        TransformerConfig.__init__ = original
+
+    assert not replay_enabled(off)
+    assert replay_enabled(on)

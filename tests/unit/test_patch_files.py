@@ -1,0 +1,41 @@
+"""Every file in patches/ is one complete, registered patch; the docs and the wheel have them."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+
+from replay_patch.docs import patches_page
+from replay_patch.patches import PATCHES, REPLAY_PATCHES
+from replay_patch.patching import Patch
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(p.stem for p in (ROOT / "patches").glob("*.py") if p.stem != "__init__")
+
+
+def test_every_file_is_registered_under_its_own_name() -> None:
+    assert sorted(p.name for p in PATCHES) == FILES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_holds_one_patch(name: str) -> None:
+    module = importlib.import_module(f"replay_patch.patches.{name}")
+
+    assert [p for p in vars(module).values() if isinstance(p, Patch)] == [module.PATCH]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
+def test_every_patch_gives_its_reasons(patch: Patch) -> None:
+    empty = [f.name for f in dataclasses.fields(patch) if not getattr(patch, f.name)]
+
+    assert empty in ([], ["arm"])
+    assert all(":" in target for target in patch.targets)
+
+
+def test_replay_stands_on_registered_patches() -> None:
+    assert set(REPLAY_PATCHES) < {p.name for p in PATCHES}
+
+
+def test_the_page_is_made_from_the_patches() -> None:
+    assert (ROOT / "docs" / "patches.md").read_text() == patches_page()
