@@ -1,9 +1,10 @@
-"""Run all tests: those without Megatron once, and the release tests on each Megatron-core release.
+"""Run all tests: those without Megatron, and the release tests on each Megatron-core release.
 
     python tests/run.py [--releases 0.12.1,0.19.2 | all] [--jobs 2] [-- pytest arguments]
 
-Releases are downloaded once into the cache of `replay_patch.matrix.environments`. The last line is
-the sum over all runs.
+They run on the checkout (an editable install); the unit tests and one release also on the wheel
+built from it. Releases are downloaded once into the cache of `replay_patch.matrix.environments`.
+The last line is the sum over all runs.
 """
 
 import argparse
@@ -11,18 +12,42 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from replay_patch.matrix.environments import TESTED_RELEASES, environment
+from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, environment
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.absolute()
 ROOT = TESTS.parent
-# The oldest, and the newest patch of each minor release.
-DEFAULT_RELEASES = (
-    "0.12.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2".split()  # noqa: SIM905
+DEFAULT_RELEASES = (  # the oldest, and the newest patch of each minor release
+    "0.12.0",
+    "0.12.3",
+    "0.13.1",
+    "0.14.0",
+    "0.15.3",
+    "0.16.1",
+    "0.17.1",
+    "0.18.2",
+    "0.19.2",
 )
-COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed)")
+COUNTS = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pytest: a folder of tests, on a release or none, on the wheel or the checkout."""
+
+    folder: str
+    release: str | None = None
+    wheel: Path | None = None
+
+    def __str__(self) -> str:
+        where = self.folder if self.release is None else f"megatron-core {self.release}"
+        return where + (" (wheel)" if self.wheel else "")
 
 
 def main() -> int:
@@ -33,38 +58,71 @@ def main() -> int:
     args = parser.parse_args()
     releases = TESTED_RELEASES if args.releases == "all" else args.releases.split(",")
 
-    for release in releases:  # one after the other: downloads show their own errors
+    for release in {*releases, NEWEST}:  # one after the other: downloads show their own errors
         environment(release)
-    runs = [("unit", None), *((f"megatron-core {r}", r) for r in releases)]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(lambda run: _pytest(*run, args.pytest), runs))
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = install_wheel(Path(folder))
+        runs = [Run("unit"), Run("unit", wheel=wheel), Run("release", NEWEST, wheel)]
+        runs += [Run("release", release) for release in releases]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = list(pool.map(lambda run: run_pytest(run, args.pytest), runs))
+    return report(runs, results)
 
+
+def install_wheel(folder: Path) -> Path:
+    """Build the wheel of this checkout and unpack it; returns the folder for PYTHONPATH."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    site = folder / "site"
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    return site
+
+
+def run_pytest(run: Run, extra: Sequence[str]) -> tuple[int, str]:
+    """(exit code, stdout) of one run. It is started outside the checkout's root, which would
+    otherwise come first on the path and hide the wheel."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("REPLAY_PATCH")}
+    path = [str(run.wheel)] if run.wheel else []
+    path += [str(environment(run.release))] if run.release else []
+    path += filter(None, [env.get("PYTHONPATH")])
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    env["TESTED_INSTALLATION"] = str(run.wheel or ROOT)
+    if run.release:
+        env["REPLAY_PATCH"] = "1"
+    options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "pytest", *options, f"--rootdir={ROOT}"]
+    started = time.monotonic()
+    done = subprocess.run(
+        [*command, str(TESTS / run.folder), *extra],
+        env=env,
+        cwd=TESTS,
+        text=True,
+        capture_output=True,
+    )
+    output = (done.stdout + done.stderr).strip() or "no output"
+    shown = output if done.returncode else output.splitlines()[-1]
+    # One write, so that two runs do not mix their lines.
+    print(f"{run}, {time.monotonic() - started:.0f} s: {shown}", flush=True)
+    return done.returncode, done.stdout
+
+
+def report(runs: Sequence[Run], results: Sequence[tuple[int, str]]) -> int:
+    """Print one line per run and the sum; returns the exit code."""
     total: dict[str, int] = {}
-    for (name, _), (code, output) in zip(runs, results, strict=True):
-        counts = {word.rstrip("s"): int(n) for n, word in COUNTS.findall(output.splitlines()[-1])}
-        if code and not counts.get("failed"):
-            counts["failed"] = counts.pop("error", 0) or 1
+    print()
+    for run, (code, output) in zip(runs, results, strict=True):
+        last = (output.strip().splitlines() or [""])[-1]
+        counts = {word: int(n) for n, word in COUNTS.findall(last)}
+        if code:  # an error in a fixture, or a pytest that died, is a failure too
+            counts["failed"] = counts.get("failed", 0) + counts.pop("error", 0) or 1
         for word, n in counts.items():
             total[word] = total.get(word, 0) + n
-        print(f"{name:24}{', '.join(f'{n} {word}' for word, n in counts.items())}")
-    print(f"{total.get('passed', 0)} passed, {total.get('failed', 0)} failed", end="")
-    print(f", {total['skipped']} skipped" if total.get("skipped") else "")
+        print(f"{run!s:32}{', '.join(f'{n} {word}' for word, n in counts.items())}")
+    skipped = f", {total['skipped']} skipped" if total.get("skipped") else ""
+    print(f"{total.get('passed', 0)} passed, {total.get('failed', 0)} failed{skipped}")
     return 1 if any(code for code, _ in results) else 0
-
-
-def _pytest(name: str, release: str | None, extra: list[str]) -> tuple[int, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("REPLAY_PATCH")}
-    if release is not None:
-        path = [str(environment(release)), *filter(None, [env.get("PYTHONPATH")])]
-        env.update(PYTHONPATH=os.pathsep.join(path), REPLAY_PATCH="1")
-    folder = TESTS / ("unit" if release is None else "release")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder), *extra]
-    done = subprocess.run(command, env=env, cwd=ROOT, text=True, capture_output=True)
-    output = (done.stdout + done.stderr).strip() or "no output"
-    # One write, so that two runs do not mix their lines.
-    shown = output if done.returncode else output.splitlines()[-1]
-    print(f"--- {name}\n{shown}", flush=True)
-    return done.returncode, done.stdout.strip() or "1 failed"
 
 
 if __name__ == "__main__":
