@@ -1,0 +1,66 @@
+"""Let Megatron-core 0.18 and later be imported where triton is not installed.
+
+`import megatron.core` itself reaches a module that imports triton without a guard. Only those
+modules see a stub: one in `sys.modules` would make torch._dynamo (imported by torch.optim) look
+for triton.backends and die, and would turn Megatron's own HAVE_TRITON flags true.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+_NEED_TRITON = (
+    "megatron.core.transformer.moe.paged_stash",  # 0.18
+    "megatron.core.transformer.moe.ops.paged_stash",  # 0.19
+)
+
+
+def provide() -> None:
+    """Register the finder, unless triton is there. Call it once."""
+    if importlib.util.find_spec("triton") is None:
+        sys.meta_path.insert(0, _TritonFreeFinder)
+
+
+class _Anything(types.ModuleType):
+    """Stands for triton: every attribute exists, and decorators return the function."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and callable(args[0]) and not kwargs:  # @triton.jit
+            return args[0]
+        return lambda function: function  # @triton.autotune(...)
+
+
+TRITON = _Anything("triton")
+
+
+class _TritonFreeLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a module with its `import triton` lines bound to the stub."""
+
+    def get_code(self, fullname: str) -> types.CodeType:  # by-passes the .pyc
+        source = self.get_data(self.path)
+        stub = f"\nfrom {__name__} import TRITON as triton\n".encode()
+        source = source.replace(b"\nimport triton\n", stub)
+        source = source.replace(b"\nimport triton.language as tl\n", b"\ntl = triton.language\n")
+        code: types.CodeType = compile(source, self.path, "exec", dont_inherit=True)
+        return code
+
+
+class _TritonFreeFinder:
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _NEED_TRITON:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _TritonFreeLoader(name, spec.origin)
+        return spec
