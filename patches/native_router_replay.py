@@ -44,7 +44,7 @@ def _apply(transaction: Transaction) -> None:
 
 def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
     """Method name -> from the installed method to the one that checks first."""
-    from replay_patch import selection
+    from replay_patch import targets
 
     def checked(check: Callable[..., None]) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
@@ -65,6 +65,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
             group_topk: int | None = None,
             default_compute_topk: Any = None,
         ) -> Any:
+            router_replay.check_native(default_compute_topk)
             if self.router_replay_action is None:
                 return original(self, scores, topk, num_groups, group_topk, default_compute_topk)
             return router_replay.choose(
@@ -76,7 +77,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
     def clear_indices(original: Any) -> Any:
         def method(self: Any) -> None:
             original(self)
-            selection.raise_deferred(self)
+            targets.raise_deferred(self)
 
         return method
 
@@ -98,6 +99,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
         "get_replay_topk": get_replay_topk,
         "set_target_indices": checked(router_replay.check_target),
         "set_router_replay_action": checked(router_replay.check_action),
+        "set_global_router_replay_action": checked(router_replay.check_global_action),
         "set_replay_data": checked(router_replay.check_replay_data),
         "set_global_static_buffers": checked(router_replay.check_static_buffers),
         "clear_indices": clear_indices,

@@ -41,11 +41,11 @@ def _apply(transaction: Transaction) -> None:
 
 def _building(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from replay_patch import router_replay, selection
+        from replay_patch import router_replay, targets
 
         original(self, *args, **kwargs)
         if router_fusion(self.config) and not _can_fuse():
-            selection.warn_once(
+            targets.warn_once(
                 "moe_router_fusion is on, but %s has no fused router: it runs unfused",
                 Probe().megatron(),
             )

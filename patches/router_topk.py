@@ -57,7 +57,10 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
     running = selection.running
 
     @selection.opaque
-    def select(replay: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def select(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        replay = running.get(threading.get_ident())
+        if replay is None:
+            return original(*args, **kwargs)
         if kwargs.get("fused"):
             selection.warn_unfused(replay)
             kwargs = {**kwargs, "fused": False}
@@ -67,10 +70,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
     def topk_function(*args: Any, **kwargs: Any) -> Any:
         if not running:
             return original(*args, **kwargs)
-        replay = running.get(threading.get_ident())
-        if replay is None:
-            return original(*args, **kwargs)
-        return select(replay, args, kwargs)
+        return select(args, kwargs)
 
     return topk_function
 

@@ -132,6 +132,13 @@ def status() -> Status:
     ]
     if now is None:
         problems += [f"could not be restored: {where}" for where in _kept]
+        if asked.enabled and "torch" in sys.modules:
+            problems.append(
+                "replay was asked for (REPLAY_PATCH), torch is imported, and nothing has activated "
+                "the plugin: torch's loading of plugins was off at that moment (importing "
+                "torch_npu first does that, too). Start the job with `replay-patch run -- ...`, or "
+                "import replay_patch.auto at the top of the script"
+            )
     if _load_error is not None:
         problems.append(f"activation failed: {_load_error}")
     return Status(

@@ -1,6 +1,8 @@
 """The `replay-patch` command."""
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -53,6 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(demo)
     demo.set_defaults(command=_demo)
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed here, what the plugin did, and what is wrong",
+        description="Imports torch and Megatron as a job would. Exit code 1 if replay was asked "
+        "for (REPLAY_PATCH=1) and is not fully active.",
+    )
+    _add_json(doctor)
+    doctor.set_defaults(command=_doctor)
+
     patches = commands.add_parser("patches", help="list the patches and why each exists")
     _add_json(patches)
     patches.set_defaults(command=_patches)
@@ -79,23 +90,36 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
-    if args.json is None:
-        print(text)
-    elif args.json == "-":
+    if args.json == "-":
         print(json.dumps(data, indent=2))
-    else:
-        Path(args.json).write_text(json.dumps(data, indent=2) + "\n")
-        print(text)
+        return
+    print(text)
+    if args.json is not None:
+        try:
+            Path(args.json).write_text(json.dumps(data, indent=2) + "\n")
+        except OSError as error:
+            raise ReplayPatchError(f"the JSON cannot be written to {args.json}: {error}") from error
 
 
 def _demo(args: argparse.Namespace) -> int:
     from replay_patch import demo
 
+    if args.plot and importlib.util.find_spec("matplotlib") is None:  # before the work, not after
+        raise ReplayPatchError("--plot needs matplotlib: pip install 'replay-patch[plot]'")
     result = demo.run_demo(args.megatron, args.seed, args.cache, args.megatron_path)
     _report(args, result, demo.format_demo(result))
     if args.plot:
         demo.plot_demo(result, args.plot)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from replay_patch import doctor
+
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron prints while it is imported
+        report = doctor.examine()
+    _report(args, report, doctor.format_report(report))
+    return 1 if report["enabled"] and not report["active"] else 0
 
 
 def _patches(args: argparse.Namespace) -> int:

@@ -49,6 +49,9 @@ def router_cuda_graph(config: Any) -> str | None:
     if not on:
         return None
     scope = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
+    local = "enable_cuda_graph" in on or implementation == "local"
+    if isinstance(scope, str) and local:
+        return on[0]  # before 0.16 a local graph holds whole layers, whatever the scope says
     scopes = scope if isinstance(scope, (list, tuple)) else [scope]
     inside = {str(getattr(s, "name", s)) for s in scopes if s is not None}
     with_router = {"full", "full_iteration", "moe", "moe_router", "moe_preprocess"}

@@ -10,12 +10,14 @@ import importlib
 import sys
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from replay_patch import selection
+from replay_patch import selection, targets
 from replay_patch.errors import RouteError
+from replay_patch.targets import describe, refuse
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 """Where callers import the two classes from, on every release."""
@@ -89,7 +91,8 @@ class RouterReplay:
 
     @staticmethod
     def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
-        """`set_router_replay_action` of every router."""
+        """`set_router_replay_action` of every router; of none, if one refuses."""
+        check_global_action(router_replay_action)
         for entry in instances():
             entry.set_router_replay_action(router_replay_action)
 
@@ -142,7 +145,7 @@ class RouterReplay:
         self.recorded_topk_idx = None
         self.target_topk_idx = None
         self.replay_backward_list = []
-        selection.raise_deferred(self)
+        targets.raise_deferred(self)
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
         """Record or replay from the next forward on.
@@ -166,11 +169,10 @@ class RouterReplay:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(values, ids) of the final selection, each [tokens, topk]; see `selection.choose`."""
-        if default_compute_topk is None:
-            raise RouteError("get_replay_topk() needs default_compute_topk, the native selection")
+        native = check_native(default_compute_topk)
         if self.router_replay_action is None:
-            return default_compute_topk(scores, topk, num_groups, group_topk)
-        return choose(self, scores, topk, num_groups, group_topk, default_compute_topk)
+            return native(scores, topk, num_groups, group_topk)
+        return choose(self, scores, topk, num_groups, group_topk, native)
 
     def set_static_buffer(self, buffer: Tensor) -> None:
         """Record into `buffer` [max_tokens, topk] from now on."""
@@ -210,63 +212,77 @@ def new() -> Any:
     return module.RouterReplay()
 
 
-# --- checks, shared with the patch of Megatron's own class ---
+# --- checks, shared with the patch of Megatron's own class; each raises RouteError ---
 
 
 def check_target(replay: Any, ids: Any) -> None:
-    """Raise RouteError for ids that cannot be right for this router, whatever the microbatch."""
-    selection.check_ids(ids, replay, replay.num_experts, replay.topk)
+    """Ids that cannot be right for this router, whatever the microbatch."""
+    targets.forget(ids)
+    targets.check(ids, replay, replay.num_experts, replay.topk)
 
 
-def check_replay_data(all_layers_topk_indices: list[Any]) -> None:
-    """Raise RouteError unless there is one fitting tensor per router of `instances()`."""
-    entries = instances()
-    if len(all_layers_topk_indices) != len(entries):
-        names = [selection.describe(entry) for entry in entries]
+def check_replay_data(all_layers_topk_indices: Any) -> None:
+    """Anything but one fitting tensor per router of `instances()`."""
+    entries, given = instances(), all_layers_topk_indices
+    if not isinstance(given, (list, tuple)):
+        refuse(f"replay data is {type(given).__name__}", "a list of tensors, one per router")
+    if len(given) != len(entries):
+        names = [describe(entry) for entry in entries]
         orphans = sorted({n for i, n in enumerate(names) if "?" in n or n in names[:i]})
-        raise RouteError(
-            f"{len(all_layers_topk_indices)} tensors of expert ids for {len(names)} routers: "
-            f"{', '.join(names) or 'none was built with replay on'}. Built twice, or never given "
-            f"a layer number: {', '.join(orphans) or 'none'}. Give one tensor per router in this "
-            "order, or address routers by their router_replay.layer_number and mtp_depth"
+        refuse(
+            f"{len(given)} tensors of expert ids for {len(names)} routers",
+            f"one for each of: {', '.join(names) or 'none, no router has replay on'}. Built twice, "
+            f"or never given a layer number: {', '.join(orphans) or 'none'}. Routers can also be "
+            "addressed one by one, by router_replay.layer_number and mtp_depth",
         )
-    for entry, ids in zip(entries, all_layers_topk_indices, strict=True):
+    for entry, ids in zip(entries, given, strict=True):
         check_target(entry, ids)
 
 
 def check_action(replay: Any, action: Any) -> None:
-    """Raise RouteError for an action that would be ignored."""
+    """An action that would be ignored."""
     value = getattr(action, "value", None) if isinstance(action, Enum) else None
     if action is not None and value not in {a.value for a in RouterReplayAction}:
-        raise RouteError(
-            f"router of {selection.describe(replay)}: action is {action!r}; expected a "
-            "RouterReplayAction"
-        )
+        refuse(f"action is {action!r}", "a RouterReplayAction", replay)
     if replay.graphed and value not in (None, RouterReplayAction.RECORD.value):
-        raise RouteError(
-            f"router of {selection.describe(replay)}: it runs inside a CUDA graph "
-            f"({replay.graphed}), which would replay the expert ids of its capture for ever; "
-            "exclude the MoE router from the graph, or switch graphs off"
+        refuse(
+            f"the router runs inside a CUDA graph ({replay.graphed}), which would replay the "
+            "expert ids of its capture for ever",
+            "graphs off, or the MoE router outside of them",
+            replay,
         )
+
+
+def check_global_action(action: Any) -> None:
+    """An action that one of the routers refuses."""
+    for entry in instances():
+        check_action(entry, action)
 
 
 def check_static_buffers(static_buffer: Tensor) -> None:
-    """Raise RouteError unless there is one slice per router."""
+    """A buffer without one slice per router."""
     if static_buffer.dim() != 3 or static_buffer.shape[1] != len(instances()):
-        raise RouteError(
-            f"static buffer has shape {tuple(static_buffer.shape)}; expected "
-            f"[max_tokens, {len(instances())} routers, topk]"
-        )
+        found = f"static buffer has shape {tuple(static_buffer.shape)}"
+        refuse(found, f"[max_tokens, {len(instances())} routers, topk]")
 
 
 def check_buffer(replay: Any, ids: Tensor) -> None:
-    """Raise RouteError if the static buffer cannot hold `ids`."""
-    room = replay.static_buffer.shape
-    if ids.shape[0] > room[0] or ids.shape[1] != room[1]:
-        raise RouteError(
-            f"router of {selection.describe(replay)}: the static buffer has room for "
-            f"{tuple(room)} ids; expected at least {tuple(ids.shape)}"
-        )
+    """A static buffer that cannot hold `ids`."""
+    buffer: Tensor = replay.static_buffer
+    if buffer.dim() != 2 or len(buffer) < len(ids) or buffer.shape[1] != ids.shape[1]:
+        found = f"static buffer has shape {tuple(buffer.shape)}"
+        refuse(found, f"at least {tuple(ids.shape)}", replay)
+    highest = (replay.num_experts or 1) - 1
+    if buffer.dtype not in targets.INTEGERS or torch.iinfo(buffer.dtype).max < highest:
+        found = f"static buffer has dtype {buffer.dtype}"
+        refuse(found, "an integer dtype that holds every expert id", replay)
+
+
+def check_native(default_compute_topk: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A missing native selection; returns the one given."""
+    if default_compute_topk is None:
+        refuse("get_replay_topk() without default_compute_topk", "the native selection")
+    return cast("Callable[..., tuple[Tensor, Tensor]]", default_compute_topk)
 
 
 def clear_all(entries: list[Any], clear: Callable[[Any], None]) -> None:

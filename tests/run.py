@@ -1,9 +1,10 @@
-"""Run all tests: those without Megatron, and the release tests on each Megatron-core release.
+"""Run all tests: those without Megatron, and the others on each Megatron-core release.
 
     python tests/run.py [--releases 0.12.1,0.19.2 | all] [--jobs 2] [-- pytest arguments]
 
-They run on the checkout (an editable install); the unit tests and one release also on the wheel
-built from it. Releases are downloaded once into the cache of `replay_patch.matrix.environments`.
+They run on the checkout (an editable install); the unit tests and `release` on one release also on
+the wheel built from it. Releases are downloaded once into the cache of
+`replay_patch.matrix.environments`.
 The last line is the sum over all runs.
 """
 
@@ -46,8 +47,8 @@ class Run:
     wheel: Path | None = None
 
     def __str__(self) -> str:
-        where = self.folder if self.release is None else f"megatron-core {self.release}"
-        return where + (" (wheel)" if self.wheel else "")
+        release = f" on megatron-core {self.release}" if self.release else ""
+        return self.folder + release + (" (wheel)" if self.wheel else "")
 
 
 def main() -> int:
@@ -62,8 +63,10 @@ def main() -> int:
         environment(release)
     with tempfile.TemporaryDirectory() as folder:
         wheel = install_wheel(Path(folder))
-        runs = [Run("unit"), Run("unit", wheel=wheel), Run("release", NEWEST, wheel)]
-        runs += [Run("release", release) for release in releases]
+        runs = [Run("unit"), Run("install"), Run("unit", wheel=wheel)]
+        runs.append(Run("release", NEWEST, wheel))
+        # Two folders, two processes: `release` makes process groups, and so cannot fork ranks.
+        runs += [Run(folder, rel) for rel in releases for folder in ("release", "distributed")]
         with ThreadPoolExecutor(args.jobs) as pool:
             results = list(pool.map(lambda run: run_pytest(run, args.pytest), runs))
     return report(runs, results)
@@ -101,8 +104,8 @@ def run_pytest(run: Run, extra: Sequence[str]) -> tuple[int, str]:
         text=True,
         capture_output=True,
     )
-    output = (done.stdout + done.stderr).strip() or "no output"
-    shown = output if done.returncode else output.splitlines()[-1]
+    output = done.stdout.strip() or "no output"
+    shown = output + done.stderr if done.returncode else output.splitlines()[-1]
     # One write, so that two runs do not mix their lines.
     print(f"{run}, {time.monotonic() - started:.0f} s: {shown}", flush=True)
     return done.returncode, done.stdout
@@ -119,7 +122,7 @@ def report(runs: Sequence[Run], results: Sequence[tuple[int, str]]) -> int:
             counts["failed"] = counts.get("failed", 0) + counts.pop("error", 0) or 1
         for word, n in counts.items():
             total[word] = total.get(word, 0) + n
-        print(f"{run!s:32}{', '.join(f'{n} {word}' for word, n in counts.items())}")
+        print(f"{run!s:40}{', '.join(f'{n} {word}' for word, n in counts.items())}")
     skipped = f", {total['skipped']} skipped" if total.get("skipped") else ""
     print(f"{total.get('passed', 0)} passed, {total.get('failed', 0)} failed{skipped}")
     return 1 if any(code for code, _ in results) else 0

@@ -46,7 +46,6 @@ def init(
     cpu.patch_megatron()
     dist: Any = torch.distributed  # its stubs do not name HashStore
     torch.set_num_threads(1)  # several ranks share the cores; also what makes sums reproducible
-    _made_groups = True
     where: dict[str, Any]
     if init_file is not None:
         where = {"init_method": "file://" + str(Path(init_file).absolute())}
@@ -54,6 +53,7 @@ def init(
         where = {"store": dist.HashStore()}
     else:
         raise ValueError(f"init: world={world} needs an init_file, a path that the ranks share")
+    _made_groups = True
     dist.init_process_group("gloo", rank=rank, world_size=world, **where)
     parallel_state.initialize_model_parallel(**parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -39,6 +39,13 @@ def test_json_to_a_file_leaves_the_text_on_stdout(tmp_path: Path) -> None:
     assert "config_fields" in done.stdout
 
 
+def test_json_to_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    done = replay_patch("patches", "--json", str(tmp_path / "missing" / "out.json"))
+
+    assert done.returncode == 1
+    assert "replay-patch: the JSON cannot be written to " in done.stderr
+
+
 def test_run_reaches_the_command_and_its_children_without_torchs_autoload() -> None:
     code = f"{STATUS}; import subprocess as s, sys; s.run([sys.executable, '-c', {STATUS!r}])"
 

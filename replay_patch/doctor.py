@@ -1,0 +1,181 @@
+"""`replay-patch doctor`: what is installed here, what the plugin did about it, and what is wrong.
+
+It does in its own process what a training job does: import torch, then Megatron.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from replay_patch import __version__, activation
+from replay_patch.patches import PATCHES
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_MEANING = {
+    "active": "in place",
+    "not needed": "this release is right by itself",
+    "waiting": "its module has not been imported",
+    "skipped": "left out by REPLAY_PATCH_SKIP",
+    "failed": "could not be applied; nothing was changed",
+    "lost": "other code has replaced it",
+    "off": "the plugin is not active in this process",
+}
+
+
+def examine() -> dict[str, Any]:
+    """Import torch and Megatron here, and report.
+
+    Returns:
+        `enabled`, `active` (all of the plugin, with every patch decided), `trigger`, `versions`
+        (name -> {"version", "path"} or None), `settings`, `patches`, `problems`.
+    """
+    errors = [e for name in ("torch", *_MEGATRON) if (e := _import(name)) is not None]
+    status = activation.status()
+    states = {p.name: p for p in status.patches}
+    problems = [*_installation_problems(status.trigger), *status.problems]
+    if status.enabled:
+        problems += dict.fromkeys(errors)
+    return {
+        "enabled": status.enabled,
+        "active": status.active and not problems,
+        "trigger": status.trigger,
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "settings": status.to_dict()["settings"],
+        "patches": [
+            {
+                "name": patch.name,
+                "state": states[patch.name].state if patch.name in states else "off",
+                "reason": states[patch.name].reason if patch.name in states else "",
+                "targets": list(patch.targets),
+            }
+            for patch in PATCHES
+        ],
+        "problems": problems if status.enabled else [],
+    }
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report for somebody who has never seen the project."""
+    if not report["enabled"]:
+        head = "replay-patch is OFF in this environment. Set REPLAY_PATCH=1 to switch it on."
+    elif report["active"]:
+        head = f"replay-patch is ACTIVE (activated by {report['trigger']})."
+    else:
+        head = "replay-patch was asked for and is NOT fully active."
+    lines = [head, "", "Installed here:"]
+    for name, found in report["versions"].items():
+        shown = "not installed" if found is None else f"{found['version']:16}{found['path']}"
+        lines.append(f"  {name:16}{shown}")
+    if report["enabled"]:
+        lines += ["", "Patches (`replay-patch patches` says why each exists):"]
+    for patch in report["patches"] if report["enabled"] else []:
+        reason = patch["reason"] or _MEANING[patch["state"]]
+        lines.append(f"  {patch['name']:22}{patch['state']:12}{reason}")
+    settings = report["settings"]
+    lines += [
+        "",
+        f"Settings: skip {', '.join(settings['skip']) or 'nothing'}; strict "
+        f"{'on' if settings['strict'] else 'off'}; log {settings['log'] or 'not set'}",
+    ]
+    if report["problems"]:
+        lines += ["", "Problems:", *(f"  - {problem}" for problem in report["problems"])]
+    return "\n".join(lines)
+
+
+# --- what is installed ------------------------------------------------------------------------
+
+# The last module of each patch exists in every release.
+_MEGATRON = tuple(dict.fromkeys(patch.modules[-1] for patch in PATCHES))
+_PACKAGES = {  # import name -> distribution
+    "replay_patch": "replay-patch",
+    "torch": "torch",
+    "torch_npu": "torch-npu",
+    "megatron.core": "megatron-core",
+    "mindspeed": "mindspeed",
+}
+
+
+def _version(name: str) -> dict[str, str] | None:
+    try:
+        spec = importlib.util.find_spec(name)
+    except Exception:  # noqa: BLE001 - the parent package may fail in any way
+        spec = None
+    if spec is None:
+        return None
+    module = sys.modules.get(name)
+    info = sys.modules.get(f"{name}.package_info")
+    version = getattr(info, "__version__", None) or getattr(module, "__version__", None)
+    if version is None:
+        try:
+            version = importlib.metadata.version(_PACKAGES[name])
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+    origin = spec.origin or next(iter(spec.submodule_search_locations or []), "?")
+    return {"version": str(version), "path": str(Path(origin).parent)}
+
+
+def _import(name: str) -> str | None:
+    """Import a module; the error in words, or None."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the user must know
+        missing = getattr(error, "name", None)
+        if missing and name.startswith(f"{missing}."):
+            return "Megatron is not installed, or not on the path (PYTHONPATH)"
+        if missing == name:
+            return f"{name} is not installed"
+        package = "Megatron" if name.startswith("megatron.") else name
+        text = f"{package} cannot be imported: {type(error).__name__}: {error}"
+        return text + (f". Install {missing}" if isinstance(error, ModuleNotFoundError) else "")
+    return None
+
+
+# --- how we are installed ---------------------------------------------------------------------
+
+
+def _installation_problems(trigger: str | None) -> list[str]:
+    """What keeps torch from calling us, if nothing else has activated the plugin."""
+    problems = _metadata_problems()
+    value = os.environ.get(_AUTOLOAD)
+    if trigger is None and value not in (None, "1"):
+        problems.append(
+            f"{_AUTOLOAD}={value!r} switches off torch's loading of plugins (torch reads only '1' "
+            "as on). Unset it, or do as the next line says"
+        )
+    torch = sys.modules.get("torch")
+    if trigger is None and torch is not None and not hasattr(torch, "_import_device_backends"):
+        problems.append(
+            f"torch {torch.__version__} loads no plugins (2.5 and later do). Do as the next line "
+            "says"
+        )
+    return problems
+
+
+def _metadata_problems() -> list[str]:
+    here = Path(__file__).parent
+    found = list(importlib.metadata.distributions(name="replay-patch"))
+    if not found:
+        return [f"{here} is on the path without its metadata: install it with pip"]
+    first, problems = found[0], []
+    if not any(p.group == "torch.backends" for p in first.entry_points):
+        problems.append(
+            f"the replay-patch metadata at {_place(first)} has no entry point (a stale dist-info "
+            "or egg-info?), and hides the installed one. Remove it"
+        )
+    if first.version != __version__:
+        problems.append(
+            f"the metadata first on the path is of replay-patch {first.version} ({_place(first)}), "
+            f"the code is {__version__} ({here}). Remove one of the two"
+        )
+    if len({_place(d) for d in found}) > 1:
+        places = ", ".join(dict.fromkeys(_place(d) for d in found))
+        problems.append(f"replay-patch is installed more than once: {places}. Remove all but one")
+    return problems
+
+
+def _place(distribution: importlib.metadata.Distribution) -> str:
+    return str(getattr(distribution, "_path", "?"))

@@ -1,0 +1,184 @@
+"""Are these expert ids right for this router? Checks of replay targets [T, K].
+
+Host tensors are looked at once, when they are set. Ids on a device are not looked at, which would
+wait for the device: they are clamped into range, and whether that changed any is kept in
+`replay.invalid_ids` and raised when the indices are cleared.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from replay_patch import activation
+from replay_patch.errors import RouteError
+from replay_patch.probe import Probe
+
+_log = logging.getLogger(__name__)
+
+# uint16/32/64 are accepted: they widen to int64, although torch has few other kernels for them.
+INTEGERS = frozenset(
+    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {d for n in ("uint16", "uint32", "uint64") if (d := getattr(torch, n, None)) is not None}
+)
+
+
+def check(
+    ids: Any, replay: Any, num_experts: int | None, topk: int | None, num_tokens: int | None = None
+) -> None:
+    """Check targets as far as the arguments that are not None allow.
+
+    Raises:
+        RouteError: it names release, layer, what was found and what was expected.
+    """
+    if not isinstance(ids, Tensor):
+        refuse(f"targets are {type(ids).__name__}", "a torch.Tensor [tokens, topk]", replay)
+    if ids.dtype not in INTEGERS:
+        refuse(f"target dtype is {ids.dtype}", "an integer dtype", replay)
+    if ids.dim() != 2:
+        refuse(f"target shape is {tuple(ids.shape)}", "[tokens, topk]", replay)
+    if topk is not None and ids.shape[1] != topk:
+        refuse(f"{ids.shape[1]} experts per token", f"topk={topk}", replay)
+    if num_tokens is not None and ids.shape[0] != num_tokens:
+        expected = f"{num_tokens}, one per token of this call"
+        refuse(f"{ids.shape[0]} target rows", expected, replay)
+    if num_experts is not None and on_host(ids):
+        _look(ids, replay, num_experts)
+
+
+def usable(ids: Tensor, replay: Any, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Checked targets as int64 on the device of `scores` [T, E], and the rows not to be replayed.
+
+    Returns:
+        (ids, rows): rows is bool [T], True where an expert is repeated (zero-filled padding: it
+        would break the count of assignments); None if it is known that there is none.
+    """
+    num_experts = scores.shape[1]
+    wide = ids.to(scores.device, torch.int64)
+    if wide.is_inference() and not torch.is_inference_mode_enabled():
+        wide = wide.clone()  # gather keeps its index for the backward pass
+    if on_host(ids):
+        repeating = _look(ids, replay, num_experts)
+        if repeating is None:
+            return wide, None
+        count = int(repeating.sum())
+        replay.native_rows += count
+        warn_once(
+            "%s: %d of %d rows of expert ids repeat an expert (zero-filled padding?); such rows "
+            "route natively (REPLAY_PATCH_STRICT=1 makes this an error)",
+            describe(replay),
+            count,
+            len(ids),
+        )
+        return wide, repeating.to(scores.device)
+    in_range = wide.clamp(0, num_experts - 1)
+    _defer(replay, (in_range != wide).any())
+    repeating = _repeating(in_range)
+    if activation.strict():
+        _defer(replay, repeating.any())
+    return in_range, repeating if ids.shape[1] > 1 else None
+
+
+def forget(ids: Any) -> None:
+    """Look at `ids` again: a write through numpy or `.data` leaves no trace in the tensor."""
+    if isinstance(ids, Tensor):
+        _seen.pop(ids, None)
+
+
+def raise_deferred(replay: Any) -> None:
+    """Read what was found on the device since the last time; waits for the device.
+
+    Raises:
+        RouteError: some ids were out of range (with STRICT: or some row repeated an expert).
+    """
+    flag, replay.invalid_ids = replay.invalid_ids, None
+    if flag is not None and bool(flag):
+        refuse(
+            "expert ids on the device were out of range (or, under REPLAY_PATCH_STRICT, repeated "
+            "in a row) in a step that has run since the indices were last cleared",
+            "distinct ids in 0..num_experts-1; the step's result is not to be used",
+            replay,
+        )
+
+
+def refuse(found: str, expected: str, replay: Any = None) -> NoReturn:
+    """Raise RouteError with the release, the router (unless None), and both halves."""
+    where = "" if replay is None else f", router of {describe(replay)}"
+    raise RouteError(f"{Probe().megatron()}{where}: {found}; expected {expected}")
+
+
+def describe(replay: Any) -> str:
+    """`layer 3` or `layer 1 of MTP block 2`, as errors name a router."""
+    number = "?" if replay.layer_number is None else replay.layer_number
+    return f"layer {number}" + (f" of MTP block {replay.mtp_depth}" if replay.mtp_depth else "")
+
+
+def warn_once(message: str, *args: Any) -> None:
+    """Log a warning the first time that this message is given in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message, *args)
+
+
+_warned: set[str] = set()
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether looking at the values waits for no device."""
+    return tensor.device.type == "cpu"
+
+
+# --- the values of host tensors ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is known of the values of a tensor, while it is not written to."""
+
+    version: int
+    num_experts: int
+    repeating: Tensor | None  # bool [T]: rows with an expert twice; None if there are none
+
+
+_seen: Any = WeakIdKeyDictionary()
+"""Target tensor -> _Seen: a target is looked at when it is set, and used in many layers' calls."""
+
+
+def _look(ids: Tensor, replay: Any, num_experts: int) -> Tensor | None:
+    """Range and repetitions of host ids; returns `_Seen.repeating`."""
+    if not ids.numel():
+        return None
+    # Inference tensors count no versions, so they are looked at each time.
+    version = None if ids.is_inference() else ids._version
+    seen: _Seen | None = _seen.get(ids)
+    if seen is None or (seen.version, seen.num_experts) != (version, num_experts):
+        wide = ids.to(torch.int64)
+        low, high = (int(v) for v in torch.aminmax(wide))
+        if low < 0 or high >= num_experts:
+            row = int(((wide < 0) | (wide >= num_experts)).any(dim=1).nonzero()[0])
+            refuse(
+                f"row {row} has expert ids {wide[row].tolist()}",
+                f"ids in 0..{num_experts - 1} (rows that were not captured cannot be marked "
+                "with -1 here: give them equal ids, and they route natively)",
+                replay,
+            )
+        repeating = _repeating(wide)
+        seen = _Seen(version or 0, num_experts, repeating if repeating.any() else None)
+        if version is not None:
+            _seen[ids] = seen
+    if seen.repeating is not None and activation.strict():
+        row = int(seen.repeating.nonzero()[0])
+        refuse(f"row {row} has expert ids {ids[row].tolist()}", "distinct ids in every row", replay)
+    return seen.repeating
+
+
+def _repeating(ids: Tensor) -> Tensor:
+    ordered = ids.sort(dim=1).values
+    return (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+
+
+def _defer(replay: Any, flag: Tensor) -> None:
+    replay.invalid_ids = flag if replay.invalid_ids is None else replay.invalid_ids | flag
