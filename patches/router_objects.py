@@ -50,7 +50,7 @@ def _building(original: Callable[..., None]) -> Callable[..., None]:
                 Probe().megatron(),
             )
         if not replay_enabled(self.config):
-            if self.router_replay is not None:  # the release took the string "false" for true
+            if getattr(self, "router_replay", None) is not None:  # the release took the string "false" for true
                 _leave(self.router_replay)
                 self.router_replay = None
             return
@@ -81,7 +81,8 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     run = selection.opaque(selection.run)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replay = self.router_replay
+        # getattr: a stranger's wrapper may keep this one in place after deactivate().
+        replay = getattr(self, "router_replay", None)
         if replay is None or replay.router_replay_action is None:
             return original(self, *args, **kwargs)
         return run(self, original, args, kwargs)

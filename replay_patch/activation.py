@@ -59,12 +59,14 @@ class _Active:
 _lock = threading.RLock()
 _now: _Active | None = None
 _hooked: set[str] = set()
-_kept: tuple[str, ...] = ()  # places that deactivate() could not restore
+_kept: tuple[str, ...] | None = None  # places that deactivate() could not restore, once called
 _load_error: str | None = None
 
 
 def activate(strict: bool | None = None) -> Status:
-    """Activate the plugin, whatever `REPLAY_PATCH` says. Idempotent.
+    """Activate the plugin, whatever `REPLAY_PATCH` says.
+
+    Called again, it puts back what other code has overwritten since, and nothing else.
 
     Args:
         strict: as `REPLAY_PATCH_STRICT`, which it overrides if given.
@@ -131,8 +133,8 @@ def status() -> Status:
         if p.state in (FAILED, LOST, SKIPPED)
     ]
     if now is None:
-        problems += [f"could not be restored: {where}" for where in _kept]
-        if asked.enabled and "torch" in sys.modules:
+        problems += [f"could not be restored: {where}" for where in _kept or ()]
+        if asked.enabled and _kept is None and "torch" in sys.modules:
             problems.append(
                 "replay was asked for (REPLAY_PATCH), torch is imported, and nothing has activated "
                 "the plugin: torch's loading of plugins was off at that moment (importing "
@@ -192,6 +194,9 @@ def _start(asked: Settings, trigger: str) -> None:
     global _now
     with _lock:
         if _now is not None:
+            for module in _modules():
+                if module in sys.modules:
+                    _hook(module)  # reinstalls what was lost
             return
         unknown = asked.skip - {p.name for p in PATCHES}
         if unknown:
@@ -201,11 +206,17 @@ def _start(asked: Settings, trigger: str) -> None:
             asked = dataclasses.replace(asked, problems=(*asked.problems, problem))
         _log_to_stderr(asked.log)
         _now = _Active(Ledger(PATCHES, asked), asked, trigger)
-    for patch in PATCHES:
-        for module in patch.modules:
-            _hook(module)
+    for module in _modules():
+        _hook(module)
     if os.environ.get("RANK", "0") == "0":
         _log.info("replay-patch is active (%s); %d patches", trigger, len(PATCHES))
+
+
+def _modules() -> list[str]:
+    """The modules that patches wait for, each once."""
+    from replay_patch.patches import PATCHES
+
+    return list(dict.fromkeys(module for patch in PATCHES for module in patch.modules))
 
 
 def _hook(module: str) -> None:

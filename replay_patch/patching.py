@@ -127,11 +127,15 @@ class Transaction:
         last = {c.where: c for c in self.changes}  # one patch may set a place twice
         return [where for where, change in last.items() if not change.holds()]
 
-    def undo(self) -> list[str]:
-        """Take back what is still ours, last change first; returns the places that are not."""
-        kept = [c.where for c in reversed(self.changes) if not c.undo()]
-        self.changes.clear()
-        while self.cleanups:
+    def undo(self, keep: int = 0) -> list[str]:
+        """Take back all but the first `keep` changes, as far as they are still ours, last first.
+
+        Returns:
+            The places that are not ours any more.
+        """
+        kept = [c.where for c in reversed(self.changes[keep:]) if not c.undo()]
+        del self.changes[keep:]
+        while self.cleanups and not keep:
             self.cleanups.pop()()
         return kept
 
@@ -179,14 +183,23 @@ class Ledger:
         for name, patch in self._patches.items():
             if patch.arm is not None and name not in self._skip:
                 patch.arm(self._transactions[name])
+        self._armed = {name: len(t.changes) for name, t in self._transactions.items()}
 
     def attempt(self, name: str) -> None:
-        """Apply a patch if it is needed and neither in place nor skipped; whole or not at all."""
+        """Apply a patch if it is needed and neither in place nor skipped; whole or not at all.
+
+        One that other code has overwritten is taken back and applied again, on top of that code.
+        """
         with self._lock:
-            if self._states[name][0] == ACTIVE:
-                return
             patch, transaction = self._patches[name], self._transactions[name]
-            armed = list(transaction.changes)
+            again = ""
+            if self._states[name][0] == ACTIVE:
+                gone = transaction.lost()
+                if not gone:
+                    return
+                again = f"; reinstalled, because other code had replaced {', '.join(gone)}"
+                transaction.undo(self._armed[name])
+            before = len(transaction.changes)
             try:
                 needed, found = patch.needed(self.probe)
                 if not needed:
@@ -195,10 +208,9 @@ class Ledger:
                     self._states[name] = SKIPPED, f"named in REPLAY_PATCH_SKIP ({found})"
                 else:
                     patch.apply(transaction)
-                    self._states[name] = ACTIVE, found
+                    self._states[name] = ACTIVE, found + again
             except Exception as error:  # noqa: BLE001 - an import hook must not raise
-                transaction.changes, undone = armed, Transaction(transaction.changes[len(armed) :])
-                undone.undo()
+                transaction.undo(before)
                 self._states[name] = FAILED, f"{type(error).__name__}: {error}"
                 found = self._states[name][1]
                 _log.warning("patch %s failed on %s: %s", name, self.probe.megatron(), found)

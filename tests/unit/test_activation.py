@@ -168,3 +168,25 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     """
 
     assert run(code) == []
+
+
+def test_an_activation_that_fails_is_in_the_status_with_its_error(tmp_path: Path) -> None:
+    """Case 95: the original error is kept."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'replay_patch.patches.mtp_depth':\n"
+        "            raise ImportError('a distinctive text')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+    )
+    code = """
+        import json, torch, replay_patch
+        s = replay_patch.status()
+        print(json.dumps([s.enabled, s.active, list(s.problems)]))
+    """
+
+    enabled, active, problems = run(code, path=tmp_path, REPLAY_PATCH="1")
+
+    assert (enabled, active) == (True, False)
+    assert "activation failed: ImportError: a distinctive text" in problems

@@ -220,3 +220,41 @@ def test_two_patches_of_one_name_are_refused() -> None:
 
     with pytest.raises(ValueError, match="two patches have one name"):
         Ledger((patch, patch), Settings())
+
+
+def test_an_overwritten_patch_is_reinstalled_on_top_and_says_so() -> None:
+    target = make_target()
+
+    def apply(transaction: Transaction) -> None:
+        original = target.own
+        wrapper = functools.wraps(original)(lambda self: f"ours over {original(self)}")
+        transaction.set(target, "own", wrapper)
+
+    patch = make_patch(apply)
+    ledger = attempted(patch)
+    target.own = lambda self: "theirs"
+
+    ledger.attempt(patch.name)
+    (state,) = ledger.states()
+
+    assert target().own() == "ours over theirs"
+    assert state.state == ACTIVE
+    assert state.reason.startswith("it is there; reinstalled, because other code had replaced ")
+    assert state.reason.endswith("Target.own")
+
+
+def test_a_patch_in_place_is_not_applied_twice() -> None:
+    target, applied = make_target(), []
+
+    def apply(transaction: Transaction) -> None:
+        applied.append(1)
+        transaction.set(target, "own", functools.wraps(target.own)(ours))
+
+    patch = make_patch(apply)
+    ledger = attempted(patch)
+    target.own = functools.wraps(target.own)(lambda self: "theirs, around ours")
+
+    ledger.attempt(patch.name)
+
+    assert applied == [1]
+    assert target().own() == "theirs, around ours"

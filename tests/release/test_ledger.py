@@ -1,0 +1,198 @@
+"""Other code that patches the same places of a real Megatron, and patches of ours that fail."""
+
+from typing import Any
+
+from helpers import fresh
+
+PRELUDE = """
+import functools, json, sys, torch
+import megatron.core.transformer.moe.router as router_module
+import megatron.core.models.gpt.gpt_model
+import replay_patch
+from replay_patch.matrix import tiny
+tiny.init()
+from megatron.core.transformer.moe.router import TopKRouter
+
+def state(name="router_objects"):
+    return {p.name: p.state for p in replay_patch.status().patches}[name]
+
+def replayed():
+    "The routing map that replaying [3, 0] gives for one token."
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+    router = tiny.router(tiny.moe_config(enable_routing_replay=True))
+    router.router_replay.set_target_indices(torch.tensor([[3, 0]]))
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    return router(torch.randn(1, 1, 16))[1].int().tolist()
+
+def wrapper(method, calls):
+    @functools.wraps(method)
+    def wrapped(self, *args, **kwargs):
+        calls.append(1)
+        return method(self, *args, **kwargs)
+    return wrapped
+"""
+
+
+def run(code: str, **env: str) -> Any:
+    return fresh.run(PRELUDE + code, bed=True, **({"REPLAY_PATCH": "1"} | env))
+
+
+def test_competing_wrappers_both_run_once() -> None:
+    """Case 43: A, then B, then A again."""
+    code = """
+calls = []
+TopKRouter.forward = wrapper(TopKRouter.forward, calls)
+replay_patch.activate()
+print(json.dumps([state(), replayed(), len(calls)]))
+"""
+
+    assert run(code) == ["active", [[1, 0, 0, 1]], 1]
+
+
+def test_an_overwritten_patch_is_lost_and_replay_is_refused_until_it_is_back() -> None:
+    code = """
+calls = []
+TopKRouter.forward = wrapper(TopKRouter.forward.__wrapped__, calls)
+out = [state()]
+try:
+    replayed()
+except replay_patch.PatchNotActive as error:
+    out.append(str(error))
+replay_patch.activate()
+reason = {p.name: p.reason for p in replay_patch.status().patches}["router_objects"]
+out += [state(), reason, replayed(), len(calls)]
+print(json.dumps(out))
+"""
+
+    lost, error, again, reason, routing_map, calls = run(code)
+
+    assert lost == "lost"
+    assert "patch router_objects is lost: replaced by other code: " in error
+    assert "TopKRouter.forward" in error
+    assert again == "active"
+    assert "reinstalled, because other code had replaced " in reason
+    assert (routing_map, calls) == ([[1, 0, 0, 1]], 1)
+
+
+def test_what_cannot_be_given_back_is_reported_and_harmless() -> None:
+    code = """
+calls = []
+TopKRouter.forward = wrapper(TopKRouter.forward, calls)
+status = replay_patch.deactivate()
+router = tiny.router(tiny.moe_config())
+router(torch.randn(1, 1, 16))
+print(json.dumps([status.active, list(status.problems), len(calls)]))
+"""
+
+    active, problems, calls = run(code)
+
+    assert not active
+    assert [p for p in problems if p.startswith("could not be restored: ")] == problems
+    assert any("TopKRouter.forward" in p for p in problems)
+    assert calls == 1
+
+
+def test_a_patch_that_raises_leaves_the_import_and_the_other_patches_alone() -> None:
+    code = """
+import dataclasses, json
+from replay_patch import patches
+def broken(transaction):
+    raise RuntimeError("a distinctive text")
+patches.PATCHES = tuple(
+    dataclasses.replace(p, apply=broken) if p.name == "router_objects" else p
+    for p in patches.PATCHES
+)
+import replay_patch
+replay_patch.activate()
+import megatron.core.transformer.moe.router
+from megatron.core.transformer.transformer_config import TransformerConfig
+sizes = dict(num_layers=1, hidden_size=8, num_attention_heads=2)
+status = replay_patch.status()
+states = {p.name: p.state for p in status.patches}
+failed = [name for name, state in states.items() if state == "failed"]
+try:
+    TransformerConfig(**sizes, enable_routing_replay=True)
+except replay_patch.PatchNotActive as error:
+    print(json.dumps([failed, states["router_guard"], list(status.problems), str(error)]))
+"""
+
+    failed, guard, problems, error = fresh.run(code, bed=True)
+
+    assert failed == ["router_objects"]
+    assert guard == "active"
+    assert problems == ["patch router_objects is failed: RuntimeError: a distinctive text"]
+    assert "a distinctive text" in error
+
+
+def test_a_megatron_module_that_fails_to_import_and_then_succeeds() -> None:
+    code = """
+import importlib, json, sys
+import megatron.core
+from replay_patch.patches import PATCHES
+# Some releases import the router with the package.
+late = next(m for p in reversed(PATCHES) for m in p.modules if m not in sys.modules)
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == late:
+            raise ImportError("not yet")
+sys.meta_path.insert(0, Broken())
+try:
+    importlib.import_module(late)
+except ImportError as error:
+    first = str(error)
+sys.meta_path.pop(0)
+import megatron.core.transformer.moe.router
+import megatron.core.models.gpt.gpt_model
+import replay_patch
+states = {p.state for p in replay_patch.status().patches}
+print(json.dumps([first, sorted(states), replay_patch.status().active]))
+"""
+
+    first, states, active = fresh.run(code, bed=True, REPLAY_PATCH="1")
+
+    assert first == "not yet"
+    assert set(states) <= {"active", "not needed"}
+    assert active
+
+
+def test_a_signature_that_we_have_never_seen_is_passed_on() -> None:
+    """A later release, or a fork, with new arguments everywhere: the values arrive."""
+    code = """
+import functools, json
+import megatron.core.transformer.moe.router as module
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+seen = {}
+
+def widened(function, label):
+    @functools.wraps(function)
+    def new(*args, brand_new=None, **kwargs):
+        seen[label] = brand_new
+        return function(*args, **kwargs)
+    del new.__wrapped__
+    import inspect
+    signature = inspect.signature(function)
+    extra = inspect.Parameter("brand_new", inspect.Parameter.KEYWORD_ONLY, default=None)
+    new.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])
+    return new
+
+Router, TopKRouter = module.Router, module.TopKRouter
+TopKRouter.forward = widened(TopKRouter.forward, "forward")
+TopKRouter.__init__ = widened(TopKRouter.__init__, "init")
+TransformerConfig.__init__ = widened(TransformerConfig.__init__, "config")
+import replay_patch
+replay_patch.activate()
+import torch
+from replay_patch.matrix import tiny
+tiny.init()
+config = tiny.moe_config(enable_routing_replay=True, brand_new=1)
+router = TopKRouter(config, **tiny.moe_groups(TopKRouter), brand_new=2)
+router.set_layer_number(1)
+routing_map = router(torch.randn(1, 1, 16), brand_new=3)[1]
+print(json.dumps([seen, int(routing_map.sum()), replay_patch.status().active]))
+"""
+
+    seen, assigned, active = fresh.run(code, bed=True)
+
+    assert seen == {"config": 1, "init": 2, "forward": 3}
+    assert (assigned, active) == (2, True)
