@@ -7,6 +7,7 @@ from replay_patch.patches import (
     aux_loss_methods,
     config_fields,
     fused_router,
+    layer_helpers,
     mtp_depth,
     native_router_replay,
     router_guard,
@@ -18,6 +19,7 @@ from replay_patch.patches import (
 PATCHES = (
     config_fields.PATCH,
     aux_loss_methods.PATCH,
+    layer_helpers.PATCH,
     router_replay_module.PATCH,
     native_router_replay.PATCH,
     router_topk.PATCH,

@@ -1,7 +1,6 @@
 """Replay with `moe_router_fusion` on the releases that have native replay (0.16 on)."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 def _apply(transaction: Transaction) -> None:
     original = Probe().find(f"{_ROUTER}:{_NAME}")
-    ours = _honouring(original)
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(_NAME) is original:
-            transaction.set(module, _NAME, ours)
+    transaction.set_everywhere(_NAME, original, _honouring(original))
 
 
 def _honouring(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,7 +50,8 @@ def _building(original: Callable[..., None]) -> Callable[..., None]:
                 Probe().megatron(),
             )
         if not replay_enabled(self.config):
-            if getattr(self, "router_replay", None) is not None:  # the release took the string "false" for true
+            if getattr(self, "router_replay", None) is not None:
+                # The release has taken the string "false" for true.
                 _leave(self.router_replay)
                 self.router_replay = None
             return

@@ -8,14 +8,13 @@ which run with the real names.
 """
 
 import functools
-import sys
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
+from replay_patch.rebinding import with_globals
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUTER = "megatron.core.transformer.moe.router"
@@ -44,11 +43,7 @@ def _apply(transaction: Transaction) -> None:
     probe = Probe()
     name = _name(probe)
     original = probe.find(f"{_ROUTER}:{name}")
-    ours = _replaying(original)
-    # router.py and others have imported the function by value: set every name that is bound to it.
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is original:
-            transaction.set(module, name, ours)
+    transaction.set_everywhere(name, original, _replaying(original))
 
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,10 +71,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_selection(original: Any, replay: Any) -> Callable[..., Any]:
-    """`original` with its first call of `torch.topk` or `group_limited_topk` answered by `replay`.
-
-    The globals are copied at each call, so that names patched by others are seen.
-    """
+    """`original` with its first `torch.topk` or `group_limited_topk` answered by `replay`."""
     names = original.__globals__
     torch, group_limited_topk = names["torch"], names["group_limited_topk"]
     answered = False
@@ -110,15 +102,7 @@ def _with_selection(original: Any, replay: Any) -> Callable[..., Any]:
             kwargs["scores"], kwargs["topk"], groups, lambda: group_limited_topk(**kwargs)
         )
 
-    clone = types.FunctionType(
-        original.__code__,
-        {**names, "torch": Torch(), "group_limited_topk": grouped},
-        original.__name__,
-        original.__defaults__,
-        original.__closure__,
-    )
-    clone.__kwdefaults__ = original.__kwdefaults__
-    return clone
+    return with_globals(original, {"torch": Torch(), "group_limited_topk": grouped})
 
 
 PATCH = Patch(

@@ -6,6 +6,7 @@ class or function would outlive the patch it marks.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -103,6 +104,12 @@ class Transaction:
             write=lambda v: setattr(owner, attribute, v),
             delete=lambda: delattr(owner, attribute),
         )
+
+    def set_everywhere(self, name: str, original: Any, value: Any) -> None:
+        """Set every module attribute `name` that is `original`: importers bind names by value."""
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                self.set(module, name, value)
 
     def item(self, mapping: MutableMapping[str, Any], key: str, value: Any, where: str) -> None:
         """Set one item of a mapping, such as `sys.modules`."""

@@ -126,6 +126,9 @@ def _rank_main(
     try:
         result = fn(rank, world, os.path.join(folder, "rendezvous"), *args)
         _outcome(Path(folder), rank).write_bytes(pickle.dumps(result))
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():
+            distributed.barrier()  # a rank that leaves early breaks the others' connections
         status = 0
     except BaseException:  # noqa: BLE001 - the parent shows it, whatever it is
         _outcome(Path(folder), rank, "error").write_text(traceback.format_exc())

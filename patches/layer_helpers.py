@@ -1,0 +1,188 @@
+"""Layer offset and number of layers of any pipeline stage, on the releases that know only one."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching import Patch, Transaction
+from replay_patch.probe import Probe
+from replay_patch.rebinding import with_globals
+
+_LAYER = "megatron.core.transformer.transformer_layer"
+_BLOCK = "megatron.core.transformer.transformer_block"
+_HELPERS = {"get_transformer_layer_offset": _LAYER, "get_num_layers_to_build": _BLOCK}
+_ARGUMENTS = ("vp_stage", "pp_rank")
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    lacking = [
+        f"{name} takes no {argument}"
+        for name, module in _HELPERS.items()
+        for argument in _ARGUMENTS
+        if argument not in probe.parameters(f"{module}:{name}")
+    ]
+    if not lacking and not _right_for_others(probe):
+        lacking = ["get_num_layers_to_build takes pp_rank, and does not tell a pipeline layout"]
+    return bool(lacking), "; ".join(lacking) or "both helpers answer for any stage"
+
+
+def _right_for_others(probe: Probe) -> bool:
+    """Whether a layout with 1 and 2 layers on its stages is asked about the stage in question."""
+
+    class Layout:
+        def get_num_layers_to_build(self, pp_rank: int = -1, **others: Any) -> int:
+            return {0: 1, 1: 2}.get(pp_rank, 0)
+
+    helper = probe.find(f"{_BLOCK}:get_num_layers_to_build")
+    config = types.SimpleNamespace(
+        pipeline_model_parallel_size=2, pipeline_model_parallel_layout=Layout()
+    )
+    try:
+        return [helper(config, pp_rank=rank) for rank in range(2)] == [1, 2]
+    except Exception:  # noqa: BLE001 - it asks for process groups, or for more of the config
+        return False
+
+
+def _apply(transaction: Transaction) -> None:
+    for name, module in _HELPERS.items():
+        original = Probe().find(f"{module}:{name}")
+        if original is None:
+            raise LookupError(f"{module} has no {name}: {Probe().megatron()} is not supported")
+        transaction.set_everywhere(name, original, _for_any_stage(original))
+
+
+def _for_any_stage(original: Callable[..., int]) -> Callable[..., int]:
+    signature = inspect.signature(original)
+    takes = frozenset(signature.parameters)
+
+    @functools.wraps(original, updated=())
+    def helper(
+        config: Any,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        passed = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+        known = {k: v for k, v in passed.items() if k in takes} | kwargs
+        if pp_rank is None and (vp_stage is None or "vp_stage" in takes):
+            return original(config, *args, **known)
+        stage = _Stage(config, vp_stage, pp_rank)
+        there: Callable[..., int] = with_globals(original, {"parallel_state": stage})
+        return there(_ConfigThere(config, stage), *args, **known)
+
+    new = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in _ARGUMENTS
+        if name not in takes
+    ]
+    parameters = [*signature.parameters.values(), *new]
+    helper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return helper
+
+
+class _Stage:
+    """`parallel_state` as a process of that stage would see it, with or without process groups."""
+
+    def __init__(self, config: Any, vp_stage: int | None, pp_rank: int | None) -> None:
+        from megatron.core import parallel_state
+
+        self.real, self.config = parallel_state, config
+        self.rank = self.get_real_rank() if pp_rank is None else pp_rank
+        self.vp_stage = vp_stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def get_real_rank(self) -> int:
+        return int(self.real.get_pipeline_model_parallel_rank())
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return int(self.config.pipeline_model_parallel_size)
+
+    def get_virtual_pipeline_model_parallel_rank(self) -> int | None:
+        return self._vp_stage(self.vp_stage)
+
+    def get_virtual_pipeline_model_parallel_world_size(self) -> int | None:
+        size: int | None = self.config.virtual_pipeline_model_parallel_size
+        return size
+
+    def is_inside_encoder(self, rank: int | None = None) -> bool:
+        start = self.real.get_pipeline_model_parallel_decoder_start()
+        return (self.rank if rank is None else rank) < (start or 0)
+
+    # Before 0.13 these count virtual stages unless told otherwise, later only if told so.
+    def is_pipeline_first_stage(
+        self, ignore_virtual: bool = False, vp_stage: int | None = None
+    ) -> bool:
+        return self.rank == 0 and (ignore_virtual or not self._vp_stage(vp_stage))
+
+    def is_pipeline_last_stage(
+        self, ignore_virtual: bool = False, vp_stage: int | None = None
+    ) -> bool:
+        last = (self.get_virtual_pipeline_model_parallel_world_size() or 1) - 1
+        return self.rank == self.get_pipeline_model_parallel_world_size() - 1 and (
+            ignore_virtual or (self._vp_stage(vp_stage) or 0) == last
+        )
+
+    def _vp_stage(self, given: int | None) -> int | None:
+        if self.get_virtual_pipeline_model_parallel_world_size() is None:
+            return None
+        stage = self.vp_stage if given is None else given
+        if stage is None:
+            stage = self.real.get_virtual_pipeline_model_parallel_rank()
+        if stage is None:
+            raise ValueError("this config has virtual pipeline stages: say which (vp_stage=...)")
+        return int(stage)
+
+
+class _ConfigThere:
+    """The config, with a pipeline layout that answers for the stage, too."""
+
+    def __init__(self, config: Any, stage: _Stage) -> None:
+        self._config, self._stage = config, stage
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._config, name)
+        if name == "pipeline_model_parallel_layout" and value:
+            return _LayoutThere(value, self._stage)
+        return value
+
+
+class _LayoutThere:
+    def __init__(self, layout: Any, stage: _Stage) -> None:
+        self._layout, self._stage = layout, stage
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._layout, name)
+        function = getattr(value, "__func__", None)
+        if function is None:
+            return value
+        there = with_globals(function, {"parallel_state": self._stage})
+        return functools.partial(there, self._layout)
+
+
+PATCH = Patch(
+    name="layer_helpers",
+    targets=tuple(f"{module}:{name}" for name, module in _HELPERS.items()),
+    modules=(_BLOCK,),
+    why=(
+        "Trainers ask which layers a stage holds. 0.12 answers for the current stage only, 0.13 "
+        "and 0.14 take `vp_stage` but no `pp_rank`: callers written for 0.15 get a TypeError. "
+        "Later releases take both, but ask a pipeline layout about their own rank."
+    ),
+    how=(
+        "A wrapper that takes both, set wherever the helper is bound. Asked about another stage, "
+        "the release's own code runs with `parallel_state` answering for that stage; no process "
+        "group is needed then. Otherwise it is the original."
+    ),
+    upstream="https://github.com/volcengine/verl/pull/5298",
+    remove_when="every supported release answers for any stage",
+    needed=_needed,
+    apply=_apply,
+)
