@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RELEASES ?=
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup demo test lint docs bench clean
 
 setup: $(BIN)/.installed
 
@@ -28,6 +28,10 @@ lint: setup
 
 docs: setup
 	$(BIN)/python -m replay_patch.docs
+
+# Takes about ten minutes, and means something only on a machine that does nothing else.
+bench: setup
+	$(BIN)/python benchmarks/run.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

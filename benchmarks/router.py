@@ -86,6 +86,7 @@ class Bench:
             "replay on, no action": self.variant(on),
             "record": self.variant(on, "RECORD"),
             "replay": self.variant(on, "REPLAY_FORWARD"),
+            "set a target": self.setting(on),
         }
         self.reset(plugin=False)
         if has_native:
@@ -135,6 +136,15 @@ class Bench:
                 router.router_replay.set_target_indices(self.ids)
                 router.router_replay.set_router_replay_action(RouterReplayAction[action])
             return lambda: self.call(router)
+
+        return prepare
+
+    def setting(self, router: Any) -> timing.Variant:
+        def prepare() -> Callable[[], Any]:
+            self.reset(plugin=True)
+            router.router_replay.clear_indices()
+            fresh = self.ids.clone()  # one that has not been looked at
+            return lambda: router.router_replay.set_target_indices(fresh)
 
         return prepare
 

@@ -1,6 +1,6 @@
 """Routers of multi-token-prediction blocks know which block they are in."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patching import Patch, Transaction
@@ -16,10 +16,10 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    block = Probe().find(_BLOCK)
-    original = vars(block)["__init__"]
+    transaction.wrap(Probe().find(_BLOCK), "__init__", _numbering)
 
-    @functools.wraps(original, updated=())
+
+def _numbering(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for depth, layer in enumerate(self.layers, start=1):
@@ -28,7 +28,7 @@ def _apply(transaction: Transaction) -> None:
                 if replay is not None:
                     replay.mtp_depth = depth
 
-    transaction.set(block, "__init__", __init__)
+    return __init__
 
 
 PATCH = Patch(

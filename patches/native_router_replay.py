@@ -1,6 +1,5 @@
 """Megatron's own `RouterReplay` (0.16 on), brought to 0.19's surface, with its faults mended."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +31,8 @@ def _apply(transaction: Transaction) -> None:
     if "set_static_buffer" not in own:
         transaction.set(native, "record_indices", ours["record_indices"])
 
-    def wrap(name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(native, name)
-        made = functools.wraps(original, updated=())(make(original))
-        static = isinstance(vars(native)[name], staticmethod)
-        transaction.set(native, name, staticmethod(made) if static else made)
-
     for name, make in _wrappers(router_replay).items():
-        wrap(name, make)
+        transaction.wrap(native, name, make)
 
 
 def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:

@@ -1,6 +1,6 @@
 """A router that is built with replay on, where replay would be ignored, is refused."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from replay_patch import activation
@@ -18,17 +18,17 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    base = Probe().find(_BASE)
-    original = vars(base)["__init__"]
+    transaction.wrap(Probe().find(_BASE), "__init__", _guarding)
 
-    @functools.wraps(original, updated=())
+
+def _guarding(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if replay_enabled(self.config):
             activation.require_replay(f"{type(self).__name__} with routing replay on")
             _refuse_unknown(type(self))
 
-    transaction.set(base, "__init__", __init__)
+    return __init__
 
 
 def _refuse_unknown(cls: Any) -> None:

@@ -1,6 +1,5 @@
 """Every router knows its replay object, and a router that makes no selection is an error."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,13 +29,9 @@ def _apply(transaction: Transaction) -> None:
     router, base = Probe().find(_ROUTER), Probe().find(_BASE)
     if not hasattr(router, "router_replay"):
         transaction.set(router, "router_replay", None)  # what a router without replay answers
-    for cls, name, make in (
-        (base, "set_layer_number", _numbering),
-        (router, "__init__", _building),
-        (router, "forward", _running),
-    ):
-        original = vars(cls)[name]
-        transaction.set(cls, name, functools.wraps(original, updated=())(make(original)))
+    transaction.wrap(base, "set_layer_number", _numbering)
+    transaction.wrap(router, "__init__", _building)
+    transaction.wrap(router, "forward", _running)
 
 
 def _building(original: Callable[..., None]) -> Callable[..., None]:

@@ -5,6 +5,7 @@ ours (reached along `__wrapped__`), or it is somebody else's and the patch is lo
 class or function would outlive the patch it marks.
 """
 
+import functools
 import logging
 import sys
 import threading
@@ -104,6 +105,16 @@ class Transaction:
             write=lambda v: setattr(owner, attribute, v),
             delete=lambda: delattr(owner, attribute),
         )
+
+    def wrap(self, cls: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        """Replace a method by `make(original)`, which keeps name, signature and staticmethod.
+
+        A plain function: torch.compile silently bypasses wrapt's FunctionWrapper.
+        """
+        original = vars(cls)[name]
+        function = getattr(original, "__func__", original)
+        made: Any = functools.wraps(function, updated=())(make(function))
+        self.set(cls, name, staticmethod(made) if isinstance(original, staticmethod) else made)
 
     def set_everywhere(self, name: str, original: Any, value: Any) -> None:
         """Set every module attribute `name` that is `original`: importers bind names by value."""

@@ -4,21 +4,6 @@ This process only imports, which makes forking ranks from it cheap. It must neve
 groups, not even of one process: ranks forked after that would hang, and `launch` refuses.
 """
 
-import logging
+from helpers.bed import pytest_report_header
 
-import replay_patch
-from replay_patch.matrix import cpu
-
-cpu.install()
-
-# After the bed. These two bring every module that a patch waits for.
-import megatron.core.models.gpt.gpt_model
-import megatron.core.transformer.moe.router
-
-cpu.patch_megatron()
-logging.getLogger("megatron").setLevel(logging.ERROR)
-
-
-def pytest_report_header() -> str:
-    status = replay_patch.status()
-    return f"megatron-core {megatron.core.__version__}, plugin activated by {status.trigger}"
+__all__ = ["pytest_report_header"]

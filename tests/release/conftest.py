@@ -1,31 +1,21 @@
 """Tests on one real Megatron-core release: the one that comes first on the path.
 
 `tests/run.py` starts one pytest for each release, with REPLAY_PATCH=1. The CPU bed goes in before
-Megatron is imported; the plugin is already active, through its entry point.
+Megatron is imported (helpers/bed.py); the plugin is already active, through its entry point.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from helpers.bed import megatron, pytest_report_header
 
 import replay_patch
-from replay_patch.matrix import cpu, tiny
+from replay_patch import targets
+from replay_patch.matrix import tiny
 
-cpu.install()
-
-# After the bed. These two bring every module that a patch waits for.
-import megatron.core.models.gpt.gpt_model
-import megatron.core.transformer.moe.router
-
-cpu.patch_megatron()
-logging.getLogger("megatron").setLevel(logging.ERROR)
-
-
-def pytest_report_header() -> str:
-    status = replay_patch.status()
-    return f"megatron-core {megatron.core.__version__}, plugin activated by {status.trigger}"
+__all__ = ["pytest_report_header"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,3 +40,20 @@ def fresh() -> Iterator[None]:
 @pytest.fixture
 def megatron_version() -> str:
     return str(megatron.core.__version__)
+
+
+@pytest.fixture
+def warnings(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
+    """Our warnings so far, as if no other test had drawn one."""
+    monkeypatch.setattr(targets, "_warned", set())
+    caplog.set_level(logging.WARNING, "replay_patch")
+    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("replay_patch")]
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    replay_patch.activate(strict=True)
+    yield
+    replay_patch.activate(strict=False)

@@ -5,55 +5,44 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.routers import BACKWARD, FORWARD, RECORD, B, S, hidden_states, make_router
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-from replay_patch.matrix import tiny
+from torch import Tensor
 
 TAKES_MASK = "padding_mask" in inspect.signature(TopKRouter.forward).parameters
 
 
-def run(router: Any, hidden: torch.Tensor, **kwargs: Any) -> list[torch.Tensor]:
-    """Outputs and gradients, losses included."""
-    router.zero_grad()
-    probs, routing_map = router(hidden, **kwargs)
-    (probs * torch.linspace(0, 1, probs.numel()).reshape(probs.shape)).sum().backward()
-    return [probs, routing_map, router.weight.grad.clone()]
-
-
-@pytest.fixture
-def router() -> Any:
-    return tiny.router(tiny.moe_config(enable_routing_replay=True, moe_z_loss_coeff=1e-2))
-
-
-@pytest.fixture
-def hidden() -> torch.Tensor:
-    return torch.randn(6, 2, 16)
-
-
 @pytest.mark.skipif(not TAKES_MASK, reason="this release's router takes no padding_mask")
-def test_a_padding_mask_counts_under_replay_as_without(router: Any, hidden: torch.Tensor) -> None:
-    mask = torch.zeros(6, 2, dtype=torch.bool)
-    mask[4:] = True
-    router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
-    native = run(router, hidden, padding_mask=mask)
-    unmasked = run(router, hidden)
+def test_a_padding_mask_still_reaches_the_losses() -> None:
+    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    router = make_router(1, moe_z_loss_coeff=0.1, **losses)
+    replay, mask = router.router_replay, torch.zeros(S, B, dtype=torch.bool)
+    mask[-1] = True
 
-    router.router_replay.set_target_indices(router.router_replay.get_recorded_indices())
-    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    replayed = run(router, hidden, padding_mask=mask)
+    def run(action: RouterReplayAction | None, **kwargs: Any) -> list[Tensor]:
+        router.zero_grad()
+        replay.router_replay_action = action
+        probs, routing_map = router(hidden_states(), **kwargs)
+        probs.square().sum().backward()
+        return [probs, routing_map, router.weight.grad.clone()]
 
-    assert all(map(torch.equal, replayed, native))
-    assert not torch.equal(native[2], unmasked[2])  # the mask does something
+    native = run(None, padding_mask=mask)
+    assert not torch.equal(native[2], run(None)[2])  # the mask does something
+    recording = run(RECORD, padding_mask=mask)
+    replay.set_target_indices(replay.get_recorded_indices())
+    forward, recompute = run(FORWARD, padding_mask=mask), run(BACKWARD, padding_mask=mask)
+
+    for what in (recording, forward, recompute):
+        assert all(map(torch.equal, native, what))
 
 
 @pytest.mark.skipif(TAKES_MASK, reason="this release's router takes a padding_mask")
-@pytest.mark.parametrize("action", [None, RouterReplayAction.RECORD])
-def test_an_argument_that_the_release_lacks_is_its_own_error(
-    router: Any, hidden: torch.Tensor, action: Any
-) -> None:
+@pytest.mark.parametrize("action", [None, RECORD])
+def test_an_argument_that_the_release_lacks_is_its_own_error(action: Any) -> None:
+    router = make_router()
     if action is not None:
         router.router_replay.set_router_replay_action(action)
 
     with pytest.raises(TypeError, match="unexpected keyword argument 'padding_mask'"):
-        router(hidden, padding_mask=torch.zeros(6, 2, dtype=torch.bool))
+        router(hidden_states(), padding_mask=torch.zeros(S, B, dtype=torch.bool))
