@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.command(args))
     except ReplayPatchError as error:
         print(f"replay-patch: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader (`| head`) has gone; Python would complain at exit, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("replay-patch: interrupted", file=sys.stderr)
@@ -113,30 +117,33 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _examine() -> dict[str, Any]:
     from replay_patch import doctor
 
     with contextlib.redirect_stdout(sys.stderr):  # Megatron prints while it is imported
-        report = doctor.examine()
+        return doctor.examine()
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from replay_patch import doctor
+
+    report = _examine()
     _report(args, report, doctor.format_report(report))
     return 1 if report["enabled"] and not report["active"] else 0
 
 
 def _patches(args: argparse.Namespace) -> int:
-    from replay_patch import activation
     from replay_patch.patches import PATCHES
 
-    states = {p.name: p.state for p in activation.status().patches}
+    states = {p["name"]: p["state"] for p in _examine()["patches"]}
     rows = [
-        {
-            "name": p.name,
-            "targets": list(p.targets),
-            "why": p.why,
-            "state": states.get(p.name, "off"),
-        }
+        {"name": p.name, "targets": list(p.targets), "why": p.why, "state": states[p.name]}
         for p in PATCHES
     ]
-    lines = [f"{row['name']:22}{row['state']:12}{row['why']}" for row in rows]
+    lines = []
+    for patch in PATCHES:
+        why = textwrap.fill(patch.why, 96, initial_indent="    ", subsequent_indent="    ")
+        lines.append(f"{patch.name} ({states[patch.name]})\n{why}")
     _report(args, {"patches": rows}, "\n\n".join(lines))
     return 0
 

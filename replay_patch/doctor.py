@@ -27,18 +27,21 @@ _MEANING = {
 
 
 def examine() -> dict[str, Any]:
-    """Import torch and Megatron here, and report.
+    """Import torch and Megatron here, if the plugin is asked for, and report.
 
     Returns:
         `enabled`, `active` (all of the plugin, with every patch decided), `trigger`, `versions`
         (name -> {"version", "path"} or None), `settings`, `patches`, `problems`.
     """
-    errors = [e for name in ("torch", *_MEGATRON) if (e := _import(name)) is not None]
     status = activation.status()
+    errors: list[str | None] = []
+    if status.enabled:
+        errors = [_import(name) for name in ("torch", *_MEGATRON)]
+        status = activation.status()
     states = {p.name: p for p in status.patches}
     problems = [*_installation_problems(status.trigger), *status.problems]
     if status.enabled:
-        problems += dict.fromkeys(errors)
+        problems += dict.fromkeys(e for e in errors if e is not None)
     return {
         "enabled": status.enabled,
         "active": status.active and not problems,

@@ -171,8 +171,9 @@ class Transaction:
 
 
 def _reaches(current: Any, ours: Any) -> bool:
+    function = getattr(ours, "__func__", ours)  # strangers wrap what is in a staticmethod
     seen: set[int] = set()  # a __wrapped__ chain of strangers may be a ring
-    while current is not ours:
+    while current is not ours and current is not function:
         if id(current) in seen or current is _ABSENT:
             return False
         seen.add(id(current))

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers import venvs
+
 from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, environment
 
 TESTS = Path(__file__).parent.absolute()
@@ -44,7 +46,7 @@ class Run:
 
     folder: str
     release: str | None = None
-    wheel: Path | None = None
+    wheel: Path | None = None  # the Python that has the wheel, in place of this one
 
     def __str__(self) -> str:
         release = f" on megatron-core {self.release}" if self.release else ""
@@ -73,29 +75,26 @@ def main() -> int:
 
 
 def install_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout and unpack it; returns the folder for PYTHONPATH."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    site = folder / "site"
-    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
-    subprocess.run([*pip, *build], check=True)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    return site
+    """Install the wheel of this checkout into an environment of its own; returns its Python."""
+    build = ["-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *build], check=True)
+    python = venvs.make(folder / "wheel")
+    venvs.pip_install(python, str(next(folder.glob("*.whl"))))
+    return python
 
 
 def run_pytest(run: Run, extra: Sequence[str]) -> tuple[int, str]:
     """(exit code, stdout) of one run. It is started outside the checkout's root, which would
     otherwise come first on the path and hide the wheel."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("REPLAY_PATCH")}
-    path = [str(run.wheel)] if run.wheel else []
-    path += [str(environment(run.release))] if run.release else []
+    path = [str(environment(run.release))] if run.release else []
     path += filter(None, [env.get("PYTHONPATH")])
     env["PYTHONPATH"] = os.pathsep.join(path)
-    env["TESTED_INSTALLATION"] = str(run.wheel or ROOT)
+    env["TESTED_INSTALLATION"] = str(run.wheel.parents[1] if run.wheel else ROOT)
     if run.release:
         env["REPLAY_PATCH"] = "1"
     options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    command = [sys.executable, "-m", "pytest", *options, f"--rootdir={ROOT}"]
+    command = [str(run.wheel or sys.executable), "-m", "pytest", *options, f"--rootdir={ROOT}"]
     started = time.monotonic()
     done = subprocess.run(
         [*command, str(TESTS / run.folder), *extra],

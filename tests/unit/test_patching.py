@@ -178,6 +178,16 @@ def test_a_patch_under_somebody_elses_wrapper_is_active() -> None:
     assert ledger.states()[0].state == ACTIVE
 
 
+def test_a_staticmethod_under_somebody_elses_wrapper_is_active() -> None:
+    target = make_target()
+    patch = make_patch(lambda transaction: transaction.wrap(target, "static", lambda f: lambda: 1))
+    ledger = attempted(patch)
+
+    target.static = staticmethod(functools.wraps(target.static)(lambda: "theirs"))
+
+    assert ledger.states()[0].state == ACTIVE
+
+
 def test_an_overwritten_patch_is_lost_and_named() -> None:
     target = make_target()
     ledger = attempted(make_patch(lambda transaction: transaction.set(target, "own", ours)))
