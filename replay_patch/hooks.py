@@ -23,11 +23,16 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     if module is None:
         wrapt.register_post_import_hook(lambda _: callback(), name)
         return
-    spec = getattr(module, "__spec__", None)
-    if getattr(spec, "_initializing", False):
-        _when_complete(spec, module, callback)
-    else:
+    if complete(name):
         callback()
+    else:
+        _when_complete(module.__spec__, module, callback)
+
+
+def complete(name: str) -> bool:
+    """Whether the module `name` is imported, and its import is over."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return name in sys.modules and not getattr(spec, "_initializing", False)
 
 
 def _when_complete(spec: Any, module: ModuleType, callback: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay_patch.hooks import complete
 from replay_patch.probe import Probe
 from replay_patch.settings import Settings
 
@@ -238,8 +239,15 @@ class Ledger:
                 _log.debug("patch %s: %s (%s)", name, *self._states[name])
 
     def states(self) -> tuple[PatchState, ...]:
-        """The state of every patch now; an active one is verified first."""
+        """The state of every patch now; an active one is verified first.
+
+        One that still waits though its module is there (a stranger's hook failed, and wrapt then
+        forgot all hooks of that module) is tried.
+        """
         with self._lock:
+            for name, patch in self._patches.items():
+                if self._states[name][0] == WAITING and any(map(complete, patch.modules)):
+                    self.attempt(name)
             return tuple(
                 PatchState(name, *self._verified(name), self._patches[name].targets)
                 for name in self._patches

@@ -6,6 +6,8 @@ import megatron.core
 import pytest
 from helpers import fresh
 
+from replay_patch.patches import REPLAY_PATCHES
+
 REPORT = """
 import json, replay_patch
 status = replay_patch.status()
@@ -196,7 +198,7 @@ def test_a_release_whose_seam_is_missing_fails_where_replay_is_used() -> None:
     assert plain is False
 
 
-@pytest.mark.parametrize("skip", ["router_objects", "router_topk", "native_router_replay"])
+@pytest.mark.parametrize("skip", REPLAY_PATCHES)
 def test_a_skipped_patch_is_refused_where_it_is_needed(skip: str) -> None:
     import replay_patch
 

@@ -155,6 +155,38 @@ print(json.dumps([first, sorted(states), replay_patch.status().active]))
     assert active
 
 
+def test_a_strangers_hook_that_raises_does_not_cost_us_ours() -> None:
+    """wrapt forgets all hooks of a module whose first hook raises."""
+    code = """
+import json, sys
+import wrapt
+import megatron.core
+from replay_patch.patches import PATCHES
+late = next(m for p in reversed(PATCHES) for m in p.modules if m not in sys.modules)
+failed = []
+def stranger(module):
+    failed.append(module)
+    raise RuntimeError("a stranger's hook")
+wrapt.importer._post_import_hooks[late].insert(0, stranger)
+try:
+    __import__(late)
+except RuntimeError as error:
+    first = str(error)
+import megatron.core.transformer.moe.router
+import megatron.core.models.gpt.gpt_model
+import megatron.core.transformer.multi_token_prediction
+import replay_patch
+status = replay_patch.status()
+print(json.dumps([first, len(failed), status.active, sorted({p.state for p in status.patches})]))
+"""
+
+    first, failed, active, states = fresh.run(code, bed=True, REPLAY_PATCH="1")
+
+    assert (first, failed) == ("a stranger's hook", 1)
+    assert active
+    assert set(states) <= {"active", "not needed"}
+
+
 def test_a_signature_that_we_have_never_seen_is_passed_on() -> None:
     """A later release, or a fork, with new arguments everywhere: the values arrive."""
     code = """
