@@ -17,16 +17,16 @@ def interleaved(variants: dict[str, Variant], rounds: int) -> dict[str, list[flo
     taken: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for round_ in range(rounds + 1):
+        gc.collect()
+        gc.disable()
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             call = variants[name]()
-            gc.collect()
-            gc.disable()
             start = time.perf_counter()
             call()
             seconds = time.perf_counter() - start
-            gc.enable()
             if round_:  # the first round warms up
                 taken[name].append(seconds)
+        gc.enable()
     return taken
 
 

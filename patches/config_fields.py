@@ -30,18 +30,20 @@ def _missing(cls: Any) -> list[str]:
 
 def _apply(transaction: Transaction) -> None:
     root = Probe().find(_ROOT)
-    missing = _missing(root)  # before the first change
-    for cls in _tree(root):
+    # All questions before the first change: classes may share their fields.
+    missing = {cls: _missing(cls) for cls in _tree(root)}
+    for cls, names in missing.items():
         own = vars(cls)
-        if "__dataclass_fields__" not in own:
-            continue  # a plain subclass uses its parent's __init__ and fields
-        where = f"{cls.__module__}.{cls.__qualname__}.__dataclass_fields__"
-        names = _missing(cls)  # a subclass may have declared one itself
-        for name in names:
-            transaction.item(own["__dataclass_fields__"], name, _field(name), where)
+        if "__dataclass_fields__" in own:
+            where = f"{cls.__module__}.{cls.__qualname__}.__dataclass_fields__"
+            for name in names:
+                transaction.item(own["__dataclass_fields__"], name, _field(name), where)
         if "__init__" in own:
-            transaction.set(cls, "__init__", _accepting(own["__init__"], names))
-    for name in missing:
+            taken = inspect.signature(own["__init__"]).parameters
+            lacking = [name for name in names if name not in taken]
+            if lacking:
+                transaction.set(cls, "__init__", _accepting(own["__init__"], lacking))
+    for name in missing[root]:
         # A subclass made later inherits fields and default by itself. typing.get_type_hints and
         # Megatron's argument factory read the annotation.
         transaction.set(root, name, FIELDS[name])
@@ -70,14 +72,13 @@ def _accepting(original: Callable[..., None], names: list[str]) -> Callable[...,
     @functools.wraps(original, updated=())
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in names if name in kwargs}
-        self.__dict__.update(given)  # __post_init__ may look at them
+        self.__dict__.update(given)  # before: __post_init__ may look at them, and change them
         original(self, *args, **kwargs)
-        self.__dict__.update(given)
         if replay_enabled(self):
             activation.require_replay(f"{type(self).__name__} with routing replay on")
 
     signature = inspect.signature(original)
-    kept = [p for p in signature.parameters.values() if p.name not in names]
+    kept = list(signature.parameters.values())
     catch_all = [p for p in kept if p.kind is p.VAR_KEYWORD]
     added = [
         inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=FIELDS[n], annotation=bool)

@@ -50,6 +50,10 @@ def _apply(transaction: Transaction) -> None:
         original = Probe().find(f"{module}:{name}")
         if original is None:
             raise LookupError(f"{module} has no {name}: {Probe().megatron()} is not supported")
+        with_globals(original, {})  # raises here, and not when it is asked, if it cannot be done
+        asks = "parallel_state" in inspect.unwrap(original).__code__.co_names
+        if not asks and "pp_rank" not in Probe().parameters(f"{module}:{name}"):
+            raise LookupError(f"{module}.{name} does not say how it knows its stage")
         transaction.set_everywhere(name, original, _for_any_stage(original))
 
 

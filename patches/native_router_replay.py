@@ -37,7 +37,6 @@ def _apply(transaction: Transaction) -> None:
 
 def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
     """Method name -> from the installed method to the one that checks first."""
-    from replay_patch import targets
 
     def checked(check: Callable[..., None]) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
@@ -70,7 +69,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
     def clear_indices(original: Any) -> Any:
         def method(self: Any) -> None:
             original(self)
-            targets.raise_deferred(self)
+            router_replay.after_clearing(self)
 
         return method
 

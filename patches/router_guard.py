@@ -49,7 +49,9 @@ def _reaches_ours(forward: Any) -> bool:
     """Whether a router's forward is, or can call, the TopKRouter.forward that is patched."""
     code = getattr(forward, "__code__", None)
     return hasattr(forward, "__wrapped__") or (
-        code is not None and ("__class__" in code.co_freevars or "TopKRouter" in code.co_names)
+        code is not None
+        and "forward" in code.co_names
+        and ("__class__" in code.co_freevars or "TopKRouter" in code.co_names)
     )
 
 

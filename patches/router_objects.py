@@ -39,6 +39,9 @@ def _building(original: Callable[..., None]) -> Callable[..., None]:
         from replay_patch import router_replay, targets
 
         original(self, *args, **kwargs)
+        if isinstance(getattr(self.config, "moe_router_fusion", None), str):
+            # Off a command line. The release's own code would take "false" for true.
+            self.config.moe_router_fusion = router_fusion(self.config)
         if router_fusion(self.config) and not _can_fuse():
             targets.warn_once(
                 "moe_router_fusion is on, but %s has no fused router: it runs unfused",

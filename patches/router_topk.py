@@ -8,6 +8,7 @@ which run with the real names.
 """
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -43,18 +44,40 @@ def _apply(transaction: Transaction) -> None:
     probe = Probe()
     name = _name(probe)
     original = probe.find(f"{_ROUTER}:{name}")
+    with_globals(original, {})  # raises here, and not in the first forward, if it cannot be done
+    if not {"torch", "group_limited_topk"} <= inspect.unwrap(original).__globals__.keys():
+        raise LookupError(f"{name} of {probe.megatron()} is not the function that we know")
     transaction.set_everywhere(name, original, _replaying(original))
+    transaction.wrap(probe.find(f"{_ROUTER}:Router"), "gating", _noting)
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The top-k function knows no router; every way of running one begins with its gating."""
+    from replay_patch import selection
+
+    note_gating = selection.opaque(selection.note_gating)
+
+    def gating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replay = getattr(self, "router_replay", None)
+        if replay is not None and replay.router_replay_action is not None:
+            note_gating(replay)
+        elif selection.astray:
+            note_gating(None)
+        return original(self, *args, **kwargs)
+
+    return gating
 
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import selection
 
-    running = selection.running
+    running, astray = selection.running, selection.astray
 
     @selection.opaque
     def select(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replay = running.get(threading.get_ident())
         if replay is None:
+            selection.refuse_astray()
             return original(*args, **kwargs)
         if kwargs.get("fused"):
             selection.warn_unfused(replay)
@@ -63,7 +86,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original, updated=())
     def topk_function(*args: Any, **kwargs: Any) -> Any:
-        if not running:
+        if not running and not astray:
             return original(*args, **kwargs)
         return select(args, kwargs)
 
@@ -72,14 +95,14 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_selection(original: Any, replay: Any) -> Callable[..., Any]:
     """`original` with its first `torch.topk` or `group_limited_topk` answered by `replay`."""
-    names = original.__globals__
+    names = inspect.unwrap(original).__globals__
     torch, group_limited_topk = names["torch"], names["group_limited_topk"]
     answered = False
 
     def choose(scores: Any, topk: int, groups: tuple[Any, Any], native: Any) -> Any:
         nonlocal answered
         answered = True
-        return replay.get_replay_topk(scores, topk, *groups, lambda *args, **kwargs: native())
+        return replay.get_replay_topk(scores, topk, *groups, native)
 
     class Torch:
         """torch, but for the selection. Capacity uses topk, too, later and along dim 0."""
@@ -89,25 +112,29 @@ def _with_selection(original: Any, replay: Any) -> Callable[..., Any]:
 
         @staticmethod
         def topk(scores: Any, k: int, dim: int = -1, **kwargs: Any) -> Any:
-            def native() -> Any:
-                return torch.topk(scores, k=k, dim=dim, **kwargs)
+            def native(scores: Any, topk: int, *_: Any, **__: Any) -> Any:
+                return torch.topk(scores, k=topk, dim=dim, **kwargs)
 
             if answered or dim not in (1, -1) or scores.dim() != 2:
-                return native()
+                return native(scores, k)
             return choose(scores, k, (None, None), native)
 
     def grouped(**kwargs: Any) -> Any:
+        def native(scores: Any, *_: Any, **__: Any) -> Any:
+            return group_limited_topk(**kwargs | {"scores": scores})
+
         groups = (kwargs["num_groups"], kwargs["group_topk"])
-        return choose(
-            kwargs["scores"], kwargs["topk"], groups, lambda: group_limited_topk(**kwargs)
-        )
+        return choose(kwargs["scores"], kwargs["topk"], groups, native)
 
     return with_globals(original, {"torch": Torch(), "group_limited_topk": grouped})
 
 
 PATCH = Patch(
     name="router_topk",
-    targets=tuple(f"{module}:{name}" for name in _NAMES for module in (_UTILS, _ROUTER)),
+    targets=(
+        *(f"{module}:{name}" for name in _NAMES for module in (_UTILS, _ROUTER)),
+        f"{_ROUTER}:Router.gating",
+    ),
     modules=(_ROUTER,),
     why="Before 0.16 nothing lets a caller say which experts a router takes.",
     how=(
@@ -116,7 +143,8 @@ PATCH = Patch(
         "`group_limited_topk` bound so that the first, final selection goes through "
         "`RouterReplay.get_replay_topk`; else the original. `TopKRouter.routing` is not touched, "
         "and capacity, dropping, probabilities and losses stay the release's own. A fused router "
-        "runs unfused while it records or replays."
+        "runs unfused while it records or replays. `Router.gating` is the original, "
+        "and notes a router with a replay action that is run without its forward, which is refused."
     ),
     upstream="Megatron-LM commit db6b895c69 (0.16.0) added the seam",
     remove_when="0.15 is no longer supported",

@@ -170,6 +170,8 @@ def require_replay(feature: str) -> None:
 
     now = status()
     wrong = [*now.settings.problems]
+    if _load_error is not None:
+        wrong.append(f"activation failed: {_load_error}")
     if now.trigger is None:
         wrong.append("replay-patch is not active in this process")
     for patch in now.patches:

@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import wrapt
-
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
     """Call `callback()` when the module `name` is complete. `callback` must not raise.
@@ -21,6 +19,8 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     """
     module = sys.modules.get(name)
     if module is None:
+        import wrapt  # here: a broken one must not keep status() and the doctor from speaking
+
         wrapt.register_post_import_hook(lambda _: callback(), name)
         return
     if complete(name):

@@ -118,10 +118,23 @@ class Transaction:
         self.set(cls, name, staticmethod(made) if isinstance(original, staticmethod) else made)
 
     def set_everywhere(self, name: str, original: Any, value: Any) -> None:
-        """Set every module attribute `name` that is `original`: importers bind names by value."""
-        for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get(name) is original:
-                self.set(module, name, value)
+        """Set every module attribute `name` that is `original`: importers bind names by value.
+
+        On undo also in the modules that were imported since.
+        """
+
+        def bound_to(found: Any) -> list[Any]:
+            modules = list(sys.modules.values())
+            return [m for m in modules if getattr(m, "__dict__", {}).get(name) is found]
+
+        for module in bound_to(original):
+            self.set(module, name, value)
+
+        def give_back() -> None:
+            for module in bound_to(value):
+                setattr(module, name, original)
+
+        self.cleanups.append(give_back)
 
     def item(self, mapping: MutableMapping[str, Any], key: str, value: Any, where: str) -> None:
         """Set one item of a mapping, such as `sys.modules`."""

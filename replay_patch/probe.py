@@ -5,8 +5,6 @@ import inspect
 import sys
 from typing import Any
 
-import wrapt
-
 
 class Probe:
     """Questions that a patch asks before it is applied. Imports nothing, keeps nothing."""
@@ -20,6 +18,8 @@ class Probe:
         module = sys.modules.get(name)
         if module is None:
             return None
+        import wrapt  # see hooks.py
+
         try:
             return wrapt.resolve_path(module, path)[2]
         except AttributeError:

@@ -12,14 +12,39 @@ from typing import Any
 def with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
     """`function` with `names` in place of its globals of the same names.
 
-    The other globals are taken as they are now: make one for each call.
+    Wrappers (along `__wrapped__`) are kept, and run around it. The other globals are taken as they
+    are now: make one for each call.
+
+    Raises:
+        LookupError: it is no Python function, or a wrapper that holds what it wraps neither in its
+            closure nor in a global name.
     """
+    if not isinstance(function, types.FunctionType):
+        raise LookupError(f"{function!r} is no plain Python function")
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return _clone(function, {**function.__globals__, **names}, function.__closure__)
+    there = with_globals(inner, names)
+    cells = function.__closure__ or ()
+    closure = tuple(types.CellType(there) if _content(c) is inner else c for c in cells)
+    own = function.__globals__
+    held = {n: there for n in function.__code__.co_names if own.get(n) is inner}
+    if closure == cells and not held:
+        where = f"{function.__module__}.{function.__qualname__}"
+        raise LookupError(f"{where} wraps a function that it does not hold")
+    return _clone(function, {**own, **held}, closure)
+
+
+def _clone(function: Any, names: dict[str, Any], closure: Any) -> Callable[..., Any]:
     clone = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        function.__code__, names, function.__name__, function.__defaults__, closure
     )
     clone.__kwdefaults__ = function.__kwdefaults__
     return clone
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None

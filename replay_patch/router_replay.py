@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from replay_patch import selection, targets
+from replay_patch import activation, selection, targets
 from replay_patch.errors import RouteError
 from replay_patch.targets import describe, refuse
 
@@ -56,6 +56,7 @@ class RouterReplay:
     native_rows: int = 0
     selections: int = 0
     invalid_ids: Tensor | None = None
+    frozen: tuple[tuple[Tensor, Tensor], ...] = ()  # (target, what waits in its place)
 
     def __init__(self) -> None:
         self.target_topk_idx: Tensor | None = None
@@ -145,7 +146,7 @@ class RouterReplay:
         self.recorded_topk_idx = None
         self.target_topk_idx = None
         self.replay_backward_list = []
-        targets.raise_deferred(self)
+        after_clearing(self)
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
         """Record or replay from the next forward on.
@@ -242,6 +243,8 @@ def check_replay_data(all_layers_topk_indices: Any) -> None:
 def check_action(replay: Any, action: Any) -> None:
     """An action that would be ignored."""
     value = getattr(action, "value", None) if isinstance(action, Enum) else None
+    if action is not None:
+        activation.require_replay(f"recording or replaying {describe(replay)}")
     if action is not None and value not in {a.value for a in RouterReplayAction}:
         refuse(f"action is {action!r}", "a RouterReplayAction", replay)
     if replay.graphed and value not in (None, RouterReplayAction.RECORD.value):
@@ -259,8 +262,10 @@ def check_global_action(action: Any) -> None:
         check_action(entry, action)
 
 
-def check_static_buffers(static_buffer: Tensor) -> None:
+def check_static_buffers(static_buffer: Any) -> None:
     """A buffer without one slice per router."""
+    if not isinstance(static_buffer, Tensor):
+        refuse(f"static buffer is {type(static_buffer).__name__}", "a torch.Tensor")
     if static_buffer.dim() != 3 or static_buffer.shape[1] != len(instances()):
         found = f"static buffer has shape {tuple(static_buffer.shape)}"
         refuse(found, f"[max_tokens, {len(instances())} routers, topk]")
@@ -268,7 +273,9 @@ def check_static_buffers(static_buffer: Tensor) -> None:
 
 def check_buffer(replay: Any, ids: Tensor) -> None:
     """A static buffer that cannot hold `ids`."""
-    buffer: Tensor = replay.static_buffer
+    buffer: Any = replay.static_buffer
+    if not isinstance(buffer, Tensor):
+        refuse(f"static buffer is {type(buffer).__name__}", "a torch.Tensor", replay)
     if buffer.dim() != 2 or len(buffer) < len(ids) or buffer.shape[1] != ids.shape[1]:
         found = f"static buffer has shape {tuple(buffer.shape)}"
         refuse(found, f"at least {tuple(ids.shape)}", replay)
@@ -283,6 +290,12 @@ def check_native(default_compute_topk: Any) -> Callable[..., tuple[Tensor, Tenso
     if default_compute_topk is None:
         refuse("get_replay_topk() without default_compute_topk", "the native selection")
     return cast("Callable[..., tuple[Tensor, Tensor]]", default_compute_topk)
+
+
+def after_clearing(replay: Any) -> None:
+    """Forget what belongs to the targets; raise what was found wrong with them on a device."""
+    replay.frozen = ()
+    targets.raise_deferred(replay)
 
 
 def clear_all(entries: list[Any], clear: Callable[[Any], None]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from replay_patch import targets
@@ -55,12 +56,14 @@ def choose(
     targets.check(target, replay, scores.shape[1], topk, scores.shape[0])
     ids, repeating = targets.usable(target, replay, scores)
     if repeating is not None:
-        picked = native(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        # detach: the recompute, which has these ids, must save as many tensors for the backward.
+        picked = native(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
         ids = torch.where(repeating.unsqueeze(1), picked, ids)
         if kind == REPLAY_FORWARD:
             _freeze(replay, target, ids, scores.shape[1])
     if kind == REPLAY_BACKWARD:
-        replay.replay_backward_list.pop(0)
+        done = replay.replay_backward_list.pop(0)
+        replay.frozen = tuple(pair for pair in replay.frozen if pair[1] is not done)
     replay.selections += 1
     return scores.gather(1, ids), ids
 
@@ -76,6 +79,31 @@ def warn_unfused(replay: Any) -> None:
 def refuse_precomputed(replay: Any) -> None:
     """Raise RouteError: the caller has chosen the experts already."""
     refuse("precomputed expert ids", "a router that selects by top-k", replay)
+
+
+def note_gating(replay: Any) -> None:
+    """Remember on this thread that a router at work computes logits outside of its forward.
+
+    Args:
+        replay: its replay object, or None if this router has nothing to do.
+    """
+    thread = threading.get_ident()
+    if replay is not None and running.get(thread) is not replay:
+        astray[thread] = replay
+    else:
+        astray.pop(thread, None)
+
+
+def refuse_astray() -> None:
+    """Raise RouteError if the logits that are selected from now came from such a gating."""
+    replay = astray.pop(threading.get_ident(), None)
+    if replay is not None:
+        refuse(
+            "experts are selected outside of TopKRouter.forward (a forward that does not call it, "
+            "or parts of the router called one by one) while the router records or replays",
+            "a call of the router: elsewhere its ids would be ignored",
+            replay,
+        )
 
 
 def opaque(function: _Function) -> _Function:
@@ -105,11 +133,18 @@ _is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda
 
 # --- which router is running ------------------------------------------------------------------
 
+# Raised by a non-reentrant checkpoint out of the middle of a recompute.
+_EARLY_STOP: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
 running: dict[int, Any] = {}
 """Thread -> replay object of the router whose forward runs there, while its action is set.
 
 For the top-k functions of releases that do not pass the replay object on (before 0.16).
 """
+
+
+astray: dict[int, Any] = {}
+"""Thread -> replay object of the router at work whose gating was last, outside of its forward."""
 
 
 def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -140,6 +175,8 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
             )
         return out
     except BaseException as error:
+        if isinstance(error, _EARLY_STOP):
+            raise  # all that the checkpoint needed is recomputed: the call is over, and right
         vars(replay).update(before, selections=selections)
         replay.replay_backward_list[:] = queue
         if isinstance(error, NameError) and error.name == "te_general_gemm":
@@ -209,10 +246,18 @@ def _target(replay: Any, kind: str) -> Any:
 
 
 def _freeze(replay: Any, target: Tensor, ids: Tensor, num_experts: int) -> None:
-    """Let the recompute of this microbatch see the natively picked rows of this forward."""
+    """Let the recompute of this microbatch see the natively picked rows of its last forward.
+
+    The same tensor may be queued for several microbatches: the first that has not run is this one.
+    If all have run, it is another forward of the last (log-probs first, then training).
+    """
     queue = replay.replay_backward_list
-    for i, waiting in enumerate(queue):
-        if waiting is target:
-            fits = num_experts - 1 <= torch.iinfo(target.dtype).max
-            queue[i] = ids.to(target.dtype) if fits else ids
-            return  # the same tensor further on is of another microbatch
+    places = [i for i, waiting in enumerate(queue) if waiting is target]
+    if not places:
+        run = {id(frozen) for of, frozen in replay.frozen if of is target}
+        places = [i for i, waiting in enumerate(queue) if id(waiting) in run][-1:]
+    if places:
+        fits = num_experts - 1 <= torch.iinfo(target.dtype).max
+        queue[places[0]] = ids.to(target.dtype) if fits else ids
+        kept = [p for p in replay.frozen if any(p[1] is waiting for waiting in queue)]
+        replay.frozen = (*kept, (target, queue[places[0]]))

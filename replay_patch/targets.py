@@ -36,6 +36,10 @@ def check(
     """
     if not isinstance(ids, Tensor):
         refuse(f"targets are {type(ids).__name__}", "a torch.Tensor [tokens, topk]", replay)
+    if ids.is_nested or ids.is_meta or ids.layout is not torch.strided:
+        refuse(
+            f"targets are a {'meta' if ids.is_meta else ids.layout} tensor", "a dense one", replay
+        )
     if ids.dtype not in INTEGERS:
         refuse(f"target dtype is {ids.dtype}", "an integer dtype", replay)
     if ids.dim() != 2:

@@ -228,3 +228,65 @@ def test_mindspeed_in_front_of_us_with_the_flag_on_its_command_line() -> None:
 
     assert not replay_enabled(off)
     assert replay_enabled(on)
+
+
+AFTERWARDS = """
+import replay_patch
+replay_patch.activate()
+sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2)
+"""
+
+
+def test_what_an_own_init_or_post_init_makes_of_the_value_stays() -> None:
+    code = (
+        """
+import dataclasses, json
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+@dataclasses.dataclass
+class Deciding(TransformerConfig):
+    def __post_init__(self):
+        super().__post_init__()
+        self.seen = getattr(self, "enable_routing_replay", None)
+        self.enable_routing_replay = False
+
+class Naming(TransformerConfig):
+    def __init__(self, layers, enable_routing_replay=False):
+        super().__init__(num_layers=layers, hidden_size=8, num_attention_heads=2)
+        self.mirror = enable_routing_replay
+
+class Closed(TransformerConfig):
+    def __init__(self, layers):
+        super().__init__(num_layers=layers, hidden_size=8, num_attention_heads=2)
+"""
+        + AFTERWARDS
+        + """
+deciding = Deciding(**sizes, enable_routing_replay=True)
+naming = Naming(2, enable_routing_replay=True)
+closed = Closed(2, enable_routing_replay=True)
+print(json.dumps([deciding.seen, deciding.enable_routing_replay, naming.mirror,
+                  closed.enable_routing_replay, Closed(2).enable_routing_replay]))
+"""
+    )
+
+    assert fresh.run(code, bed=True) == [True, False, True, True, False]
+
+
+def test_classes_that_share_their_fields() -> None:
+    """`slots=True` makes a second class, and the first lives on until it is collected."""
+    code = (
+        """
+import dataclasses, json
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+@dataclasses.dataclass(slots=True)
+class Slots(TransformerConfig):
+    extra: int = 3
+"""
+        + AFTERWARDS
+        + """
+print(json.dumps(Slots(**sizes, enable_routing_replay=True).enable_routing_replay))
+"""
+    )
+
+    assert fresh.run(code, bed=True) is True

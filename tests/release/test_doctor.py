@@ -1,7 +1,8 @@
 """`replay-patch doctor` on a real release, read by people and by machines."""
 
 import json
-import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -18,19 +19,24 @@ sys.exit(cli.main(["doctor", *sys.argv[1:]]))
 """
 
 
-def doctor(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return fresh.python("-W", "ignore", "-c", DOCTOR, *args, **env)
+@dataclass(frozen=True)
+class Report:
+    code: int
+    text: str
+    data: dict[str, Any]
 
 
-def report(**env: str) -> tuple[int, dict[str, Any]]:
-    done = doctor("--json", **env)
-    return done.returncode, json.loads(done.stdout)
+def doctor(tmp_path: Path, before: str = "", **env: str) -> Report:
+    out = tmp_path / "doctor.json"
+    done = fresh.python("-W", "ignore", "-c", before + DOCTOR, "--json", str(out), **env)
+    return Report(done.returncode, done.stdout, json.loads(out.read_text()))
 
 
-def test_all_is_well() -> None:
-    code, found = report(REPLAY_PATCH="1")
+def test_all_is_well(tmp_path: Path) -> None:
+    report = doctor(tmp_path, REPLAY_PATCH="1")
 
-    assert code == 0
+    found = report.data
+    assert report.code == 0
     assert found["enabled"] is found["active"] is True
     assert found["trigger"] == "torch.backends"
     assert found["problems"] == []
@@ -39,25 +45,18 @@ def test_all_is_well() -> None:
     assert found["versions"]["torch"]["version"].startswith("2.")
     assert {p["state"] for p in found["patches"]} <= {"active", "not needed"}
     assert all(p.keys() == {"name", "state", "reason", "targets"} for p in found["patches"])
+    assert report.text.startswith("replay-patch is ACTIVE (activated by torch.backends).\n")
+    assert megatron.core.__version__ in report.text
+    assert "router_guard" in report.text
+    assert "Problems" not in report.text
 
 
-def test_the_text_says_the_same() -> None:
-    done = doctor(REPLAY_PATCH="1")
+def test_off_is_no_error(tmp_path: Path) -> None:
+    report = doctor(tmp_path)
 
-    assert done.returncode == 0
-    assert done.stdout.startswith("replay-patch is ACTIVE (activated by torch.backends).\n")
-    assert megatron.core.__version__ in done.stdout
-    assert "router_guard" in done.stdout
-    assert "Problems" not in done.stdout
-
-
-def test_off_is_no_error() -> None:
-    done = doctor()
-    code, found = report()
-
-    assert done.returncode == code == 0
-    assert done.stdout.startswith("replay-patch is OFF in this environment. Set REPLAY_PATCH=1")
-    assert (found["enabled"], found["active"], found["problems"]) == (False, False, [])
+    assert report.code == 0
+    assert report.text.startswith("replay-patch is OFF in this environment. Set REPLAY_PATCH=1")
+    assert [report.data[k] for k in ("enabled", "active", "problems")] == [False, False, []]
 
 
 @pytest.mark.parametrize(
@@ -68,17 +67,18 @@ def test_off_is_no_error() -> None:
         ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "switches off torch's loading of plugins"),
     ],
 )
-def test_what_is_wrong_is_said_and_is_exit_1(env: dict[str, str], problem: str) -> None:
-    done = doctor(**{"REPLAY_PATCH": "1"} | env)
-    code, found = report(**{"REPLAY_PATCH": "1"} | env)
+def test_what_is_wrong_is_said_and_is_exit_1(
+    env: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    report = doctor(tmp_path, **{"REPLAY_PATCH": "1"} | env)
 
-    assert done.returncode == code == 1
-    assert problem in done.stdout
-    assert any(problem in p for p in found["problems"])
-    assert found["active"] is False
+    assert report.code == 1
+    assert problem in report.text
+    assert any(problem in p for p in report.data["problems"])
+    assert report.data["active"] is False
 
 
-def test_a_megatron_that_cannot_be_imported_is_named_with_its_error() -> None:
+def test_a_megatron_that_cannot_be_imported_is_named_with_its_error(tmp_path: Path) -> None:
     """Case 95: the original error is kept."""
     broken = """
 import sys
@@ -88,7 +88,7 @@ class Broken:
             raise ImportError("a distinctive text")
 sys.meta_path.insert(0, Broken())
 """
-    done = fresh.python("-W", "ignore", "-c", broken + DOCTOR, REPLAY_PATCH="1")
+    report = doctor(tmp_path, broken, REPLAY_PATCH="1")
 
-    assert done.returncode == 1
-    assert "Megatron cannot be imported: ImportError: a distinctive text" in done.stdout
+    assert report.code == 1
+    assert "Megatron cannot be imported: ImportError: a distinctive text" in report.text

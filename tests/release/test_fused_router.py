@@ -99,3 +99,10 @@ def test_a_release_without_fused_router_takes_the_flag_and_warns_once(
     assert len(warnings()) == 1
     assert f"megatron-core {megatron_version}" in warnings()[0]
     assert_native_again(routers[0])
+
+
+def test_the_word_false_is_not_taken_for_a_fused_router() -> None:
+    router = make_router(moe_router_fusion="false")
+
+    assert router(hidden_states())[1].any()
+    assert router.config.moe_router_fusion is False

@@ -228,3 +228,104 @@ print(json.dumps([seen, int(routing_map.sum()), replay_patch.status().active]))
 
     assert seen == {"config": 1, "init": 2, "forward": 3}
     assert (assigned, active) == (2, True)
+
+
+def test_deactivation_reaches_modules_that_were_imported_later() -> None:
+    code = """
+import types
+trainer = types.ModuleType("trainer")
+sys.modules["trainer"] = trainer
+topk = next(n for n in ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+            if hasattr(router_module, n))
+from megatron.core.transformer import transformer_block
+for module, name in ((router_module, topk), (transformer_block, "get_num_layers_to_build")):
+    setattr(trainer, name, getattr(module, name))
+replay_patch.deactivate()
+def ours(function):
+    return isinstance(function, types.FunctionType) and "patches" in function.__code__.co_filename
+left = [f"{n}.{k}" for n, m in list(sys.modules.items()) for k, v in list(vars(m).items())
+        if n.startswith(("megatron", "trainer")) and ours(v)]
+print(json.dumps(left))
+"""
+
+    assert run(code) == []
+
+
+def test_a_forward_that_is_overwritten_after_the_model_was_built_refuses_to_start() -> None:
+    code = """
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+router = tiny.router(tiny.moe_config(enable_routing_replay=True))
+TopKRouter.forward = TopKRouter.forward.__wrapped__
+errors = []
+for start in (router.router_replay.set_router_replay_action,
+              RouterReplay.set_global_router_replay_action):
+    try:
+        start(RouterReplayAction.REPLAY_FORWARD)
+    except replay_patch.PatchNotActive as error:
+        errors.append(str(error))
+print(json.dumps([errors, router.router_replay.router_replay_action is None]))
+"""
+
+    errors, untouched = run(code)
+
+    assert ["patch router_objects is lost" in error for error in errors] == [True, True]
+    assert untouched
+
+
+STRANGER = """
+import functools, json
+import megatron.core.transformer.moe.router as router_module
+from megatron.core.transformer.moe import moe_utils
+name = next(n for n in ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+            if hasattr(router_module, n))
+original, calls = getattr(router_module, name), []
+@functools.wraps(original)
+def stranger(*args, **kwargs):
+    calls.append(1)
+    return original(*args, **kwargs)
+"""
+
+
+def test_a_strangers_wrapper_around_the_topk_function_runs_too() -> None:
+    code = (
+        STRANGER
+        + """
+router_module.__dict__[name] = moe_utils.__dict__[name] = stranger
+import replay_patch
+replay_patch.activate()
+import torch
+from replay_patch.matrix import tiny
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+tiny.init()
+router = tiny.router(tiny.moe_config(enable_routing_replay=True))
+router.router_replay.set_target_indices(torch.tensor([[3, 0]]))
+router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+print(json.dumps([router(torch.randn(1, 1, 16))[1].int().tolist(), len(calls)]))
+"""
+    )
+
+    assert fresh.run(code, bed=True) == [[[1, 0, 0, 1]], 1]
+
+
+def test_a_topk_function_that_cannot_be_reached_is_a_failed_patch_where_it_matters() -> None:
+    code = (
+        STRANGER
+        + """
+router_module.__dict__[name] = moe_utils.__dict__[name] = functools.partial(original)
+import replay_patch
+try:
+    replay_patch.activate()
+    error = None
+except replay_patch.PatchNotActive as e:
+    error = str(e)
+print(json.dumps([error, {p.name: p.state for p in replay_patch.status().patches}["router_topk"]]))
+"""
+    )
+
+    error, state = fresh.run(code, bed=True)
+
+    if state == "not needed":  # the release passes the replay object on
+        assert error is None
+    else:
+        assert state == "failed"
+        assert "is no plain Python function" in error

@@ -1,6 +1,8 @@
 """Routers that cannot be replayed are refused; subclasses around the release's are not."""
 
 import gc
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,8 +23,11 @@ from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
+import replay_patch
 from replay_patch import RouteError
 
+STATES = {patch.name: patch.state for patch in replay_patch.status().patches}
+NATIVE_REPLAY = STATES["native_router_replay"] == "active"
 UNSUPPORTED = ["sinkhorn"]
 if hasattr(TopKRouter, "quantile_balancing"):
     UNSUPPORTED.append("quantile_balancing")
@@ -131,3 +136,49 @@ def test_a_subclass_around_the_release_replays(router_class: Any) -> None:
     router.router_replay.set_router_replay_action(FORWARD)
 
     assert torch.equal(as_map(ids), router(hidden_states())[1])
+
+
+class Bypassing(TopKRouter):
+    """Uses `super()`, but not for its forward."""
+
+    def forward(self, input: Tensor) -> Any:
+        return self.routing(super().gating(input))
+
+
+def bound_forward(router: Any) -> Callable[[Tensor], Any]:
+    router.forward = types.MethodType(lambda self, x: self.routing(self.gating(x)), router)
+    return router
+
+
+def parts(router: Any) -> Callable[[Tensor], Any]:
+    return lambda hidden: router.routing(router.gating(hidden))
+
+
+def test_a_forward_that_only_looks_like_the_release_is_refused() -> None:
+    with pytest.raises(RouteError, match=r"its forward to call TopKRouter\.forward"):
+        make_router(router_class=Bypassing)
+
+
+@pytest.mark.parametrize("way", [bound_forward, parts])
+def test_a_router_that_is_run_without_its_forward_replays_or_is_refused(way: Any) -> None:
+    router, ids = make_router(), some_ids()
+    run = way(router)
+    router.router_replay.set_target_indices(ids)
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    if NATIVE_REPLAY:  # the release itself hands the replay object to its top-k function
+        assert torch.equal(run(hidden_states())[1], as_map(ids))
+    else:
+        with pytest.raises(RouteError, match=r"outside of TopKRouter\.forward"):
+            run(hidden_states())
+
+
+def test_looking_at_the_logits_of_a_replaying_router_is_allowed() -> None:
+    router, other, ids = make_router(), make_router(), some_ids()
+    router.router_replay.set_target_indices(ids)
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    router.gating(hidden_states())
+
+    assert other(hidden_states())[1].sum() == T * K
+    assert torch.equal(router(hidden_states())[1], as_map(ids))

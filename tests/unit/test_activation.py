@@ -130,12 +130,15 @@ def test_a_failure_inside_the_entry_point_leaves_torch_importable(tmp_path: Path
         heard = io.StringIO()
         logging.basicConfig(stream=heard)
         import torch
-        print(json.dumps([torch.ones(1).item(), heard.getvalue()]))
+        import replay_patch
+        problems = list(replay_patch.status().problems)
+        print(json.dumps([torch.ones(1).item(), heard.getvalue(), problems]))
     """
 
-    one, heard = run(code, path=tmp_path, REPLAY_PATCH="1")
+    one, heard, problems = run(code, path=tmp_path, REPLAY_PATCH="1")
 
     assert one == 1.0
+    assert problems == ["activation failed: ImportError: a broken wrapt"]
     assert "replay-patch could not be activated by torch.backends" in heard
     assert "a broken wrapt" in heard
 

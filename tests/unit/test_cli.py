@@ -63,6 +63,16 @@ def test_run_keeps_the_users_own_sitecustomize(tmp_path: Path) -> None:
     assert done.stdout == "kept\n"
 
 
+def test_run_activates_although_the_users_sitecustomize_fails(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('mine')")
+    env = {"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+    done = replay_patch("run", "--", sys.executable, "-c", STATUS, **env)
+
+    assert done.stdout == "True True replay-patch run "
+    assert "mine" in done.stderr
+
+
 def test_run_passes_on_the_exit_code() -> None:
     assert replay_patch("run", "--", sys.executable, "-c", "raise SystemExit(3)").returncode == 3
 
