@@ -177,6 +177,7 @@ class Bench:
                         setattr(cls, name, names[name])
 
         put(before)
+        vars(TransformerConfig.__init__).pop("__signature__", None)  # it edits the original, too
         theirs = self.router()
         theirs.config.enable_routing_replay = True
         theirs.router_replay = verl.RouterReplay()

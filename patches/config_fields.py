@@ -39,8 +39,7 @@ def _apply(transaction: Transaction) -> None:
             for name in names:
                 transaction.item(own["__dataclass_fields__"], name, _field(name), where)
         if "__init__" in own:
-            taken = inspect.signature(own["__init__"]).parameters
-            lacking = [name for name in names if name not in taken]
+            lacking = [name for name in names if name not in _parameters(own["__init__"])]
             if lacking:
                 transaction.set(cls, "__init__", _accepting(own["__init__"], lacking))
     for name in missing[root]:
@@ -48,6 +47,12 @@ def _apply(transaction: Transaction) -> None:
         # Megatron's argument factory read the annotation.
         transaction.set(root, name, FIELDS[name])
         transaction.item(root.__annotations__, name, bool, f"{_ROOT}.__annotations__")
+
+
+def _parameters(init: Any) -> tuple[str, ...]:
+    """What the code takes by name; a `__signature__` may be somebody's edit (verl's)."""
+    code = getattr(inspect.unwrap(init), "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _tree(cls: Any) -> list[Any]:
@@ -69,16 +74,20 @@ def _field(name: str) -> Any:
 def _accepting(original: Callable[..., None], names: list[str]) -> Callable[..., None]:
     """`__init__` that takes `names`, too. MindSpeed hands on what this signature has."""
 
+    wrapped = hasattr(original, "__wrapped__")
+
     @functools.wraps(original, updated=())
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in names if name in kwargs}
         self.__dict__.update(given)  # before: __post_init__ may look at them, and change them
         original(self, *args, **kwargs)
+        if wrapped:  # a stranger's wrapper may set them from arguments that it did not get
+            self.__dict__.update(given)
         if replay_enabled(self):
             activation.require_replay(f"{type(self).__name__} with routing replay on")
 
     signature = inspect.signature(original)
-    kept = list(signature.parameters.values())
+    kept = [p for p in signature.parameters.values() if p.name not in names]
     catch_all = [p for p in kept if p.kind is p.VAR_KEYWORD]
     added = [
         inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=FIELDS[n], annotation=bool)
