@@ -29,15 +29,5 @@ PATCHES = (
     router_guard.PATCH,
 )
 
-REPLAY_PATCHES = tuple(
-    p.name
-    for p in (
-        router_replay_module.PATCH,
-        native_router_replay.PATCH,
-        router_topk.PATCH,
-        fused_router.PATCH,
-        router_objects.PATCH,
-        mtp_depth.PATCH,
-    )
-)
-"""Without one of these a replay would be wrong or ignored: using replay is refused."""
+REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)
+"""Using replay is refused unless each of these is in place, or not needed."""

@@ -59,4 +59,5 @@ PATCH = Patch(
     remove_when="the fused kernel takes ids, or the release itself refuses",
     needed=_needed,
     apply=_apply,
+    vital=True,
 )

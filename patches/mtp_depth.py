@@ -44,4 +44,5 @@ PATCH = Patch(
     remove_when="router numbers are unique in every supported release",
     needed=_needed,
     apply=_apply,
+    vital=True,
 )

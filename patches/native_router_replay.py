@@ -118,4 +118,5 @@ PATCH = Patch(
     remove_when="the release checks ids itself",
     needed=_needed,
     apply=_apply,
+    vital=True,
 )

@@ -72,4 +72,5 @@ PATCH = Patch(
     remove_when="never: it is what makes a failed patch loud",
     needed=_needed,
     apply=_apply,
+    vital=True,
 )

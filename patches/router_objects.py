@@ -124,4 +124,5 @@ PATCH = Patch(
     remove_when="all supported releases have native replay with layer numbers and checks",
     needed=_needed,
     apply=_apply,
+    vital=True,
 )

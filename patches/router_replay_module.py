@@ -75,5 +75,6 @@ PATCH = Patch(
     remove_when="0.15 is no longer supported",
     needed=_needed,
     apply=_apply,
+    vital=True,
     arm=_arm,
 )

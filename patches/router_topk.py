@@ -150,4 +150,5 @@ PATCH = Patch(
     remove_when="0.15 is no longer supported",
     needed=_needed,
     apply=_apply,
+    vital=True,
 )

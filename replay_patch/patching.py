@@ -44,6 +44,8 @@ class Patch:
     needed: Callable[[Probe], tuple[bool, str]]
     """Whether the live objects need it, and what was found, in words."""
     apply: Callable[["Transaction"], None]
+    vital: bool = False
+    """Without it a replay would be wrong or ignored."""
     arm: Callable[["Transaction"], None] | None = None
     """What has to be in place before any of `modules` is imported."""
 
