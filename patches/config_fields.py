@@ -73,7 +73,6 @@ def _field(name: str) -> Any:
 
 def _accepting(original: Callable[..., None], names: list[str]) -> Callable[..., None]:
     """`__init__` that takes `names`, too. MindSpeed hands on what this signature has."""
-
     wrapped = hasattr(original, "__wrapped__")
 
     @functools.wraps(original, updated=())

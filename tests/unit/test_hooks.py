@@ -54,17 +54,18 @@ def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, times: in
     assert out == ["in the middle", *["complete: ['a', 'z']"] * times, "_frozen_importlib"]
 
 
+RETRY = """
+import os
+try:
+    import m
+except ImportError as error:
+    print(error)
+os.environ["FIXED"] = "1"
+import m
+"""
+
+
 def test_an_import_that_fails_and_then_succeeds(tmp_path: Path) -> None:
-    code = """
-        import os
-        told("m")
-        try:
-            import m
-        except ImportError as error:
-            print(error)
-        os.environ["FIXED"] = "1"
-        import m
-    """
     m = """
         import os
         a = 1
@@ -73,19 +74,10 @@ def test_an_import_that_fails_and_then_succeeds(tmp_path: Path) -> None:
         z = 1
     """
 
-    assert run(tmp_path, code, m=m) == ["broken", "complete: ['a', 'z']"]
+    assert run(tmp_path, "told('m')" + RETRY, m=m) == ["broken", "complete: ['a', 'z']"]
 
 
 def test_an_import_that_fails_while_it_is_waited_for(tmp_path: Path) -> None:
-    code = """
-        import os
-        try:
-            import m
-        except ImportError as error:
-            print(error)
-        os.environ["FIXED"] = "1"
-        import m
-    """
     m = """
         import os
         a = 1
@@ -96,4 +88,4 @@ def test_an_import_that_fails_while_it_is_waited_for(tmp_path: Path) -> None:
         z = 1
     """
 
-    assert run(tmp_path, code, m=m) == ["broken", "complete: ['a', 'z']"]
+    assert run(tmp_path, RETRY, m=m) == ["broken", "complete: ['a', 'z']"]
