@@ -59,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(demo)
     demo.set_defaults(command=_demo)
 
+    matrix = commands.add_parser(
+        "matrix",
+        help="check that routing replay works on these versions",
+        description="Runs every check on the installed Megatron, or on those named, on a CPU. "
+        "Exit code 1 if one fails or cannot be run.",
+    )
+    _add_matrix_options(matrix)
+    _add_json(matrix)
+    matrix.set_defaults(command=_matrix)
+
     doctor = commands.add_parser(
         "doctor",
         help="what is installed here, what the plugin did, and what is wrong",
@@ -83,6 +93,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="list the checks; run nothing")
+    parser.add_argument(
+        "--megatron",
+        action="append",
+        default=[],
+        metavar="V,V",
+        help='releases, downloaded once; "latest" is the newest tested one, "all" are all of them',
+    )
+    parser.add_argument(
+        "--megatron-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a source checkout, a fork, a nightly: the folder that holds megatron/ (repeatable)",
+    )
+    parser.add_argument(
+        "--mindspeed-path",
+        action="append",
+        default=[],
+        metavar="DIR[=V]",
+        help="a MindSpeed checkout, run with the Megatron that it is for: by its branch or folder "
+        "name, or said by =V or =MEGATRON_DIR (repeatable)",
+    )
+    parser.add_argument("--only", metavar="CHECK,CHECK", help="run these checks")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes at once (default: CPUs)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="of one check (default: 60 s)"
+    )
+    parser.add_argument("--cache", metavar="DIR", help="where releases are kept")
+    parser.add_argument("--junit", metavar="FILE", help="also write JUnit XML")
+    parser.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
+
+
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
@@ -99,10 +143,14 @@ def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
         return
     print(text)
     if args.json is not None:
-        try:
-            Path(args.json).write_text(json.dumps(data, indent=2) + "\n")
-        except OSError as error:
-            raise ReplayPatchError(f"the JSON cannot be written to {args.json}: {error}") from error
+        _write("JSON", args.json, json.dumps(data, indent=2) + "\n")
+
+
+def _write(what: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ReplayPatchError(f"the {what} cannot be written to {path}: {error}") from error
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -115,6 +163,48 @@ def _demo(args: argparse.Namespace) -> int:
     if args.plot:
         demo.plot_demo(result, args.plot)
     return 0
+
+
+def _matrix(args: argparse.Namespace) -> int:
+    from replay_patch.matrix import planning, report, runner
+    from replay_patch.matrix.checks import CHECKS
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    names = list(CHECKS) if args.only is None else [n for n in args.only.split(",") if n]
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown or not names:
+        known = ", ".join(CHECKS)
+        raise ReplayPatchError(f"--only: unknown {', '.join(unknown) or 'nothing'}; known: {known}")
+    checks = [check for check in CHECKS.values() if check.name in names]
+    if args.list:
+        rows = [
+            {"name": c.name, "proves": c.sentence, "ranks": c.ranks, "patches": list(c.patches)}
+            for c in checks
+        ]
+        shown = [
+            textwrap.fill(f"{c.name:17}{c.sentence}", 98, subsequent_indent=" " * 17)
+            for c in checks
+        ]
+        _report(args, {"checks": rows}, "\n".join(shown))
+        return 0
+    if args.jobs is not None and args.jobs < 1:
+        raise ReplayPatchError(f"--jobs {args.jobs}; expected at least 1")
+    if not args.timeout > 0:
+        raise ReplayPatchError(f"--timeout {args.timeout:g}; expected seconds, more than 0")
+    releases = [v.strip() for given in args.megatron for v in given.split(",") if v.strip()]
+    paths = (args.megatron_path, args.mindspeed_path)
+    environments = planning.plan(releases, *paths, cache=args.cache, say=say)
+    matrix = runner.run(environments, checks, jobs=args.jobs, timeout=args.timeout, say=say)
+    for what, path, make in (
+        ("JUnit XML", args.junit, report.junit),
+        ("Markdown", args.markdown, report.markdown),
+    ):
+        if path is not None:
+            _write(what, path, make(matrix))
+    _report(args, matrix.to_dict(), report.table(matrix))
+    return 130 if matrix.interrupted else 0 if matrix.green else 1
 
 
 def _examine() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 from replay_patch.demo_job import PROGRESS
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix import environments
+from replay_patch.matrix.processes import environ
 
 __all__ = ["format_demo", "plot_demo", "run_demo"]
 
@@ -173,7 +174,7 @@ def _run_job(megatron: Path, arguments: list[str], cwd: str, say: Callable[[str]
     kept: collections.deque[str] = collections.deque(maxlen=_LINES_KEPT)
     with subprocess.Popen(
         command,
-        env=_environ(megatron),
+        env=environ([megatron]),
         cwd=cwd,  # with -m, the working folder comes first on sys.path: it may hold a megatron
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -196,24 +197,6 @@ def _run_job(megatron: Path, arguments: list[str], cwd: str, say: Callable[[str]
             f"demo: the job on {megatron} ended with exit code {process.returncode}; it said:\n"
             f"{shown}"
         )
-
-
-def _environ(megatron: Path) -> dict[str, str]:
-    """The caller's environment, with this Megatron and this package found first."""
-    here = Path(__file__).absolute().parents[1]
-    path = [str(megatron)]
-    if here.name not in ("site-packages", "dist-packages"):  # those are on every path already
-        path.append(str(here))
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path += [os.path.abspath(entry) for entry in inherited if entry]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "REPLAY_PATCH": "1",
-        # The last token of a sequence has no route, and a row without one is an error under STRICT.
-        "REPLAY_PATCH_STRICT": "0",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # Megatron asks whether there is a GPU, and would use it
-    }
 
 
 def _to_stderr(line: str) -> None:

@@ -13,6 +13,7 @@ from helpers import venvs
 import replay_patch
 
 ROOT = Path(__file__).parents[2]
+STANDINS = str(ROOT / "replay_patch" / "matrix" / "standins")
 REPORT = """
 import os, sys, torch, replay_patch
 status = replay_patch.status()
@@ -156,8 +157,7 @@ def test_torchs_autoload_switched_off_is_reported(python: Python, value: str) ->
 
 def test_torch_npu_imported_first(python: Python) -> None:
     """The real one switches torch's autoload off while it imports torch; so does the stand-in."""
-    standins = str(ROOT / "tests" / "standins")
-    standins = {"REPLAY_PATCH": "1", "PYTHONPATH": str(ROOT / "tests" / "standins")}
+    standins = {"REPLAY_PATCH": "1", "PYTHONPATH": STANDINS}
     code = (
         "torch_npu, torch, replay_patch; s = replay_patch.status(); "
         "print(s.active, s.trigger, *s.problems)"

@@ -1,0 +1,98 @@
+"""What the checks share: inputs, maps and comparisons. T tokens, E experts, K top-k."""
+
+from typing import Any
+
+EXPERTS, TOPK, SEQUENCE, BATCH, HIDDEN = 6, 2, 8, 2, 16
+TOKENS = SEQUENCE * BATCH
+
+
+def config(**options: Any) -> Any:
+    """Of a model with replay on and without auxiliary loss."""
+    from replay_patch.matrix import tiny
+
+    defaults = {
+        "enable_routing_replay": True,
+        "num_layers": 4,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOPK,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    return tiny.moe_config(**defaults | options)
+
+
+def hidden_states(seed: int = 1) -> Any:
+    """float32 [SEQUENCE, BATCH, HIDDEN], with a gradient."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, requires_grad=True)
+
+
+def some_ids(seed: int = 0, rows: int = TOKENS, topk: int = TOPK) -> Any:
+    """int64 [rows, topk]: any experts, different ones in a row, in any order."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, EXPERTS, generator=generator).argsort(1)[:, :topk].contiguous()
+
+
+def as_map(ids: Any) -> Any:
+    """bool [T, E] of ids [T, K]."""
+    import torch
+
+    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool).scatter(1, ids.long(), True)
+
+
+def native_topk(scores: Any, topk: int, *_: Any, **__: Any) -> Any:
+    """(values, ids) of the selection that every release makes without groups."""
+    import torch
+
+    return torch.topk(scores, topk, dim=1)
+
+
+def topk_function() -> Any:
+    """The function by which this release's router turns logits into (probs, map, ...)."""
+    from megatron.core.transformer.moe import router
+
+    old = getattr(router, "topk_softmax_with_capacity", None)  # 0.12, 0.13
+    return old or router.topk_routing_with_score_function
+
+
+def provide_fused_kernel() -> list[str]:
+    """Stand in for Transformer Engine's fused kernel: it takes experts 0 .. K-1.
+
+    Returns:
+        One word for each of its calls.
+    """
+    import torch
+    from megatron.core.transformer.moe import moe_utils
+
+    calls: list[str] = []
+
+    def kernel(logits: Any, topk: int, **_: Any) -> Any:
+        calls.append("fused")
+        routing_map = as_map(torch.arange(topk).repeat(len(logits), 1))
+        return routing_map / topk, routing_map
+
+    moe_utils.HAVE_TE = True
+    moe_utils.fused_topk_with_score_function = kernel
+    return calls
+
+
+def same_map(expected: Any, found: Any, where: str) -> None:
+    """AssertionError, with the first row that differs, unless two maps [T, E] are equal."""
+    wrong = (expected.bool() != found.bool()).any(1).nonzero().flatten().tolist()
+    assert not wrong, (
+        f"{where}: {len(wrong)} of {len(expected)} tokens go to other experts; token {wrong[0]} to "
+        f"{found[wrong[0]].nonzero().flatten().tolist()}, expected "
+        f"{expected[wrong[0]].nonzero().flatten().tolist()}"
+    )
+
+
+def same_bits(expected: Any, found: Any, what: str) -> None:
+    """AssertionError, with the largest difference, unless two tensors are bitwise equal."""
+    import torch
+
+    difference = float((expected.double() - found.double()).abs().max())
+    assert torch.equal(expected, found), f"{what} differs by up to {difference:.3g}"

@@ -1,0 +1,140 @@
+"""Which Megatrons a matrix runs on: releases, folders, the installed one, with MindSpeed or not."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from packaging.version import Version
+
+from replay_patch.errors import ReplayPatchError
+from replay_patch.matrix.environments import TESTED_RELEASES, environment
+
+__all__ = ["Environment", "Say", "is_installed", "plan"]
+
+Say = Callable[[str], None]
+"""Called with one line of progress."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One Megatron to check. Without a path it is the one installed here."""
+
+    megatron: str
+    """How it was asked for: a release, a folder, or "installed"; later the version it reports."""
+    path: Path | None = None
+    mindspeed: str | None = None
+    """Likewise; None: without MindSpeed."""
+    mindspeed_path: Path | None = None
+    problem: str = ""
+    """Why it cannot be had; its cells are errors."""
+
+    def __str__(self) -> str:
+        return self.megatron + (f" with MindSpeed {self.mindspeed}" if self.mindspeed else "")
+
+
+def plan(
+    releases: Sequence[str] = (),
+    megatron_paths: Sequence[str] = (),
+    mindspeed_paths: Sequence[str] = (),
+    cache: str | None = None,
+    say: Say = print,
+) -> list[Environment]:
+    """The environments asked for; releases that are not in the cache are downloaded.
+
+    Args:
+        releases: "all", "latest" or versions.
+        megatron_paths: folders that hold a `megatron` package.
+        mindspeed_paths: MindSpeed checkouts, as `DIR`, `DIR=RELEASE` or `DIR=MEGATRON_DIR`.
+        cache: as `environments.cache_dir` takes it.
+        say: called with a line before each download.
+
+    Returns:
+        Where nothing was asked for, the installed Megatron, without MindSpeed and, if that is
+        installed, with it.
+    """
+    wanted = [r for given in releases for r in (TESTED_RELEASES if given == "all" else [given])]
+    out = [_release(release, cache, say) for release in dict.fromkeys(wanted)]
+    out += [_folder(path) for path in dict.fromkeys(megatron_paths)]
+    alone = out[0] if len(out) == 1 else None
+    if not (out or mindspeed_paths):
+        out = [Environment("installed")]
+        if is_installed("mindspeed"):
+            out.append(Environment("installed", mindspeed="installed"))
+    for given in dict.fromkeys(mindspeed_paths):
+        out.append(_with_mindspeed(given, alone, cache, say))
+    return out
+
+
+def _release(release: str, cache: str | None, say: Say) -> Environment:
+    say(f"Megatron-core {release}")
+    try:
+        return Environment(release, environment(release, cache))
+    except ReplayPatchError as error:
+        return Environment(release, problem=str(error))
+
+
+def _folder(given: str) -> Environment:
+    path = Path(given).expanduser().absolute()
+    problem = ""
+    if not (path / "megatron" / "core").is_dir():
+        problem = (
+            f"{path} holds no megatron/core; expected the folder of a Megatron-LM checkout or of "
+            "an unpacked megatron-core"
+        )
+    return Environment(str(given), path, problem=problem)
+
+
+def _with_mindspeed(
+    given: str, alone: Environment | None, cache: str | None, say: Say
+) -> Environment:
+    place, _, pair = given.partition("=")
+    path = Path(place).expanduser().absolute()
+    name = path.name
+    if not (path / "mindspeed").is_dir():
+        problem = f"{path} holds no mindspeed; expected the folder of a MindSpeed checkout"
+        return Environment("?", mindspeed=name, problem=problem)
+    if pair:
+        megatron = (
+            _folder(pair) if os.sep in pair or Path(pair).is_dir() else _release(pair, cache, say)
+        )
+    elif release := _release_of(path):
+        megatron = _release(release, cache, say)
+    elif alone is not None:
+        megatron = alone
+    else:
+        problem = (
+            f"which Megatron {path} is for can be told neither from its branch nor from its name "
+            "(expected ..._core_r0.N.P): say --mindspeed-path DIR=RELEASE"
+        )
+        return Environment("?", mindspeed=name, problem=problem)
+    return replace(megatron, mindspeed=name, mindspeed_path=path)
+
+
+def _release_of(checkout: Path) -> str | None:
+    """The release that MindSpeed's branch name, or the folder's name, is for."""
+    git = ["git", "-C", str(checkout), "rev-parse", "--abbrev-ref", "HEAD"]
+    with contextlib.suppress(OSError):
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        for name in (found, checkout.name):
+            if match := re.search(r"core_r(\d+\.\d+\.\d+)", name):
+                return _tested(match[1])
+    return None
+
+
+def _tested(release: str) -> str:
+    """The release, or if it is not a tested one the newest tested patch of the same minor."""
+    same = [r for r in TESTED_RELEASES if Version(r).release[:2] == Version(release).release[:2]]
+    return release if release in TESTED_RELEASES or not same else same[-1]
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,30 @@
+"""The environment of the processes that run on a Megatron of the user's choice."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["environ"]
+
+_PACKAGE_PARENT = Path(__file__).absolute().parents[2]
+
+
+def environ(folders: Sequence[str | os.PathLike[str]] = ()) -> dict[str, str]:
+    """The caller's variables, with the plugin on and `folders`, then this package, found first.
+
+    `REPLAY_PATCH_SKIP` and other settings of the caller stay.
+    """
+    path = [os.path.abspath(folder) for folder in folders]
+    if _PACKAGE_PARENT.name not in ("site-packages", "dist-packages"):  # on every path already
+        path.append(str(_PACKAGE_PARENT))
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path += [os.path.abspath(entry) for entry in inherited if entry]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "REPLAY_PATCH": "1",
+        # A row that repeats an expert routes natively, and is an error under STRICT.
+        "REPLAY_PATCH_STRICT": "0",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # Megatron asks whether there is a GPU, and would use it
+        "OMP_NUM_THREADS": "1",  # a forked child of a process with OpenMP threads hangs
+    }

@@ -1,0 +1,64 @@
+"""What a check of the matrix is. Adding one is adding one function to a module of `checks/`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replay_patch.patches import PATCHES, REPLAY_PATCHES
+
+__all__ = ["CHECKS", "EVERY_PATCH", "REPLAY", "Check", "Skip", "check"]
+
+EVERY_PATCH = tuple(patch.name for patch in PATCHES)
+
+REPLAY = ("config_fields", *REPLAY_PATCHES)
+"""What a config with replay on needs, and so every check that records or replays in a router."""
+
+
+class Skip(Exception):
+    """Raised by a check that says nothing about this Megatron; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One named claim about the Megatron of this process, and the function that tries it.
+
+    `run` returns nothing if the claim holds, raises `Skip` if it does not apply, and anything else
+    if it does not hold.
+    """
+
+    name: str
+    sentence: str
+    """What it proves, from the docstring."""
+    patches: tuple[str, ...]
+    """Patches without which it fails, on a release that needs them."""
+    ranks: int
+    """Processes it runs on."""
+    run: Callable[[], None]
+
+
+CHECKS: dict[str, Check] = {}
+"""Name -> check, in the order of definition. Filled by importing `replay_patch.matrix.checks`."""
+
+
+def check(
+    name: str, *, patches: tuple[str, ...] = (), ranks: int = 1
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a function as the check `name`; its docstring is the sentence it proves.
+
+    It runs in a process of its own, on the CPU bed, with the plugin active and Megatron imported,
+    and may do anything to that process.
+
+    Args:
+        name: for `--only`.
+        patches: those without which it fails where they are needed. A test leaves out each patch
+            in turn, and wants exactly the checks that name it to turn red.
+        ranks: processes that it starts with `ranks.launch`, if more than one.
+    """
+
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        if name in CHECKS or not function.__doc__:
+            raise ValueError(f"check {name!r} is registered twice, or has no docstring")
+        sentence = " ".join(function.__doc__.split())
+        CHECKS[name] = Check(name, sentence, patches, ranks, function)
+        return function
+
+    return register

@@ -1,0 +1,130 @@
+"""The cells of a matrix as a table for people, JUnit XML and Markdown."""
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Sequence
+
+from replay_patch.matrix.runner import Cell, Matrix
+
+__all__ = ["failures", "junit", "markdown", "table"]
+
+_SHOWN = {"pass": "pass", "fail": "FAIL", "skip": "skip", "error": "ERROR"}
+
+
+def table(matrix: Matrix) -> str:
+    """Checks as rows, environments as columns, and what the words mean."""
+    names, columns, status = _grid(matrix.cells)
+    width = max((len(name) for name in names), default=0) + 2
+    widths = [max(len(_head(column)), 5) + 2 for column in columns]
+    heads = "".join(f"{_head(c):>{w}}" for c, w in zip(columns, widths, strict=True))
+    lines = [" " * width + heads]
+    for name in names:
+        shown = [_SHOWN[status[name, column]] for column in columns]
+        row = "".join(f"{word:>{w}}" for word, w in zip(shown, widths, strict=True))
+        lines.append(f"{name:{width}}{row}")
+    lines += ["", _counts(matrix.cells)]
+    if reasons := _grouped(matrix.cells, "skip"):
+        lines += ["", "Skipped, which is not counted as passed:", *reasons]
+    if red := failures(matrix.cells):
+        lines += ["", red]
+    return "\n".join(lines)
+
+
+def failures(cells: Iterable[Cell]) -> str:
+    """Each red cell with its reason; cells of one environment with one reason stand together."""
+    out = []
+    for status, head in (("fail", "Failed:"), ("error", "Could not be run:")):
+        lines = _grouped(cells, status)
+        out += [head, *lines] if lines else []
+    return "\n".join(out)
+
+
+def junit(matrix: Matrix) -> str:
+    """JUnit XML: one suite per environment, one test case per cell."""
+    root = ET.Element("testsuites", name="replay-patch matrix")
+    for column in _grid(matrix.cells)[1]:
+        cells = [cell for cell in matrix.cells if (cell.megatron, cell.mindspeed) == column]
+        count = {s: str(sum(c.status == s for c in cells)) for s in ("fail", "error", "skip")}
+        suite = ET.SubElement(
+            root,
+            "testsuite",
+            name=f"Megatron-core {_head(column)}",
+            tests=str(len(cells)),
+            failures=count["fail"],
+            errors=count["error"],
+            skipped=count["skip"],
+            time=f"{sum(cell.seconds for cell in cells):.2f}",
+        )
+        for cell in cells:
+            where = {"classname": f"replay-patch.{_head(column)}", "name": cell.check}
+            case = ET.SubElement(suite, "testcase", where, time=f"{cell.seconds:.2f}")
+            tag = {"fail": "failure", "error": "error", "skip": "skipped"}.get(cell.status)
+            if tag:
+                detail = _printable(cell.detail)
+                ET.SubElement(case, tag, message=detail.partition("\n")[0]).text = detail
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, "unicode") + "\n"
+
+
+def markdown(matrix: Matrix) -> str:
+    """The table for a pull request or a job summary."""
+    names, columns, status = _grid(matrix.cells)
+    lines = [
+        "| check | " + " | ".join(_head(column) for column in columns) + " |",
+        "| --- |" + " :---: |" * len(columns),
+    ]
+    for name in names:
+        shown = [_SHOWN[status[name, column]] for column in columns]
+        marked = [f"**{word}**" if word.isupper() else word for word in shown]
+        lines.append(f"| {name} | " + " | ".join(marked) + " |")
+    lines += ["", _counts(matrix.cells)]
+    if red := failures(matrix.cells):
+        lines += ["", "```", red, "```"]
+    return "\n".join(lines) + "\n"
+
+
+# --- helpers ----------------------------------------------------------------------------------
+
+_Column = tuple[str, str | None]
+
+
+def _grid(
+    cells: Sequence[Cell],
+) -> tuple[list[str], list[_Column], dict[tuple[str, _Column], str]]:
+    """(names of checks, columns, status of each)."""
+    status = {(cell.check, (cell.megatron, cell.mindspeed)): cell.status for cell in cells}
+    names = list(dict.fromkeys(cell.check for cell in cells))
+    return names, list(dict.fromkeys((c.megatron, c.mindspeed) for c in cells)), status
+
+
+def _head(column: _Column) -> str:
+    megatron, mindspeed = column
+    return megatron if mindspeed is None else f"{megatron}+{mindspeed}"
+
+
+def _counts(cells: Sequence[Cell]) -> str:
+    count = {status: sum(cell.status == status for cell in cells) for status in _SHOWN}
+    return ", ".join(f"{n} {word}" for word, n in count.items() if n or word == "pass")
+
+
+def _grouped(cells: Iterable[Cell], status: str) -> list[str]:
+    """The details of these cells; those that say the same, together."""
+    cells = list(cells)
+    names = {cell.check for cell in cells}
+    where: dict[str, dict[str, list[str]]] = {}
+    for cell in cells:
+        if cell.status == status:
+            column = _head((cell.megatron, cell.mindspeed))
+            where.setdefault(cell.detail, {}).setdefault(cell.check, []).append(column)
+    lines = []
+    for detail, by_check in where.items():
+        columns = list(dict.fromkeys(c for found in by_check.values() for c in found))
+        checks = "every check" if len(by_check) == len(names) > 1 else ", ".join(by_check)
+        head = f"  {checks} on {', '.join(columns)}:"
+        first, *rest = detail.splitlines() or [""]
+        lines += [f"{head} {first}", *(f"    {line}" for line in rest)]
+    return lines
+
+
+def _printable(text: str) -> str:
+    """Without the control characters that XML cannot hold."""
+    return "".join(char for char in text if char >= " " or char in "\n\t")

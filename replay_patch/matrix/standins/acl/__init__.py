@@ -1,0 +1,1 @@
+"""Stand-in for the Python binding of Ascend's CANN."""

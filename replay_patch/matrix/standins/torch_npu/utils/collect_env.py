@@ -1,0 +1,2 @@
+def get_cann_version(*_):
+    return "8.3.RC1"
