@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RELEASES ?=
 
-.PHONY: setup demo test lint docs bench clean
+.PHONY: setup demo test matrix lint docs bench clean
 
 setup: $(BIN)/.installed
 
@@ -20,6 +20,12 @@ demo: setup
 
 test: setup
 	$(BIN)/python tests/run.py $(if $(RELEASES),--releases $(RELEASES))
+
+# Every check on every tested release (minutes), and what is made from the result.
+matrix: setup
+	mkdir -p build
+	$(BIN)/replay-patch matrix --megatron all --json build/matrix.json
+	$(BIN)/python -m replay_patch.docs --matrix build/matrix.json
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_patch import __version__, activation
+from replay_patch.matrix import drift
 from replay_patch.patches import PATCHES
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -31,7 +32,9 @@ def examine() -> dict[str, Any]:
 
     Returns:
         `enabled`, `active` (all of the plugin, with every patch decided), `trigger`, `versions`
-        (name -> {"version", "path"} or None), `settings`, `patches`, `problems`.
+        (name -> {"version", "path"} or None), `settings`, `patches`, `problems`; `drift`, how this
+        Megatron differs from the tested releases (see `matrix.drift.compare`), which by itself is
+        no problem, and `drift_problem`, what could not be compared, or None.
     """
     status = activation.status()
     errors: list[str | None] = []
@@ -42,11 +45,15 @@ def examine() -> dict[str, Any]:
     problems = [*_installation_problems(status.trigger), *status.problems]
     if status.enabled:
         problems += dict.fromkeys(e for e in errors if e is not None)
+    versions = {name: _version(name) for name in _PACKAGES}
+    moved: dict[str, Any] = {"drift": [], "problem": None}
+    if status.enabled and versions["megatron.core"] is not None:
+        moved = drift.examine()
     return {
         "enabled": status.enabled,
         "active": status.active and not problems,
         "trigger": status.trigger,
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": versions,
         "settings": status.to_dict()["settings"],
         "patches": [
             {
@@ -58,6 +65,8 @@ def examine() -> dict[str, Any]:
             for patch in PATCHES
         ],
         "problems": problems if status.enabled else [],
+        "drift": moved["drift"],
+        "drift_problem": moved["problem"],
     }
 
 
@@ -84,6 +93,11 @@ def format_report(report: dict[str, Any]) -> str:
         f"Settings: skip {', '.join(settings['skip']) or 'nothing'}; strict "
         f"{'on' if settings['strict'] else 'off'}; log {settings['log'] or 'not set'}",
     ]
+    if report["drift"]:
+        lines += ["", drift.describe(report["drift"])]
+        lines += ["The states above decide; run `replay-patch matrix` before you rely on it."]
+    if report["drift_problem"]:
+        lines += ["", f"Not compared with the tested releases: {report['drift_problem']}"]
     if report["problems"]:
         lines += ["", "Problems:", *(f"  - {problem}" for problem in report["problems"])]
     return "\n".join(lines)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from replay_patch.docs import patches_page
 from replay_patch.patches import PATCHES, REPLAY_PATCHES
 from replay_patch.patching import Patch
 
@@ -36,7 +35,3 @@ def test_every_patch_gives_its_reasons(patch: Patch) -> None:
 def test_replay_stands_on_registered_patches() -> None:
     assert "router_guard" in REPLAY_PATCHES
     assert set(REPLAY_PATCHES) < {p.name for p in PATCHES}
-
-
-def test_the_page_is_made_from_the_patches() -> None:
-    assert (ROOT / "docs" / "patches.md").read_text() == patches_page()

@@ -1,0 +1,62 @@
+"""Pages made from code and measurements agree with what they are made from."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay_patch import docs
+from replay_patch.errors import ReplayPatchError
+from replay_patch.matrix.checks import CHECKS
+from replay_patch.matrix.environments import TESTED_RELEASES
+
+ROOT = Path(__file__).parents[2]
+SUPPORTED = json.loads((ROOT / "supported_versions.json").read_text())
+
+
+def test_patches_page_is_made_from_the_patches() -> None:
+    assert (ROOT / "docs" / "patches.md").read_text() == docs.patches_page()
+
+
+def test_the_readmes_table_is_made_from_supported_versions() -> None:
+    readme = (ROOT / "README.md").read_text()
+
+    assert docs.with_table(readme, SUPPORTED) == readme
+    less = copy.deepcopy(SUPPORTED)
+    less["releases"]["0.12.1"]["pass"].remove("replay")
+    assert docs.with_table(readme, less) != readme
+
+
+def test_supported_versions_are_of_every_check_and_tested_release() -> None:
+    assert list(SUPPORTED["releases"]) == list(TESTED_RELEASES)
+    for found in SUPPORTED["releases"].values():
+        assert sorted([*found["pass"], *found["skip"]]) == sorted(CHECKS)
+
+
+def test_the_workflow_in_the_docs_is_our_own() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "matrix.yml").read_text()
+
+    assert f"```yaml\n{workflow}```\n" in (ROOT / "docs" / "ci.md").read_text()
+
+
+def full_run() -> dict[str, Any]:
+    cells = [
+        {"megatron": r, "mindspeed": None, "check": c, "status": "pass", "detail": ""}
+        for r in TESTED_RELEASES
+        for c in CHECKS
+    ]
+    return {"cells": cells}
+
+
+def test_supported_versions_come_from_a_full_green_run_only() -> None:
+    matrix = full_run()
+    assert docs.supported(matrix)["releases"]["0.12.1"]["pass"] == list(CHECKS)
+
+    matrix["cells"][3]["status"] = "fail"
+    with pytest.raises(ReplayPatchError, match="1 cells are red"):
+        docs.supported(matrix)
+    del matrix["cells"][3]
+    with pytest.raises(ReplayPatchError, match="no full run: 1 cells are missing"):
+        docs.supported(matrix)
