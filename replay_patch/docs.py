@@ -1,4 +1,4 @@
-"""What is made from code and measurements: docs/patches.md, supported_versions.json, README's table.
+"""What is made from code and results: docs/patches.md, supported_versions.json, README's table.
 
 python -m replay_patch.docs                      # the pages, from the code and the JSON
 python -m replay_patch.docs --matrix FILE        # supported_versions.json, too, from a full run
