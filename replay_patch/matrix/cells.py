@@ -91,9 +91,15 @@ def _import(mindspeed: bool) -> dict[str, Any]:
 def _import_problem(error: BaseException) -> str:
     missing = getattr(error, "name", None)
     if missing in ("megatron", "megatron.core"):
-        return "there is no Megatron here: megatron.core is not installed and not on the path"
-    advice = f" Install {missing}." if isinstance(error, ModuleNotFoundError) and missing else ""
-    return f"importing Megatron failed: {_described(error)}{advice}"
+        return (
+            "there is no Megatron here: megatron.core is not installed and not on the path. "
+            "`--megatron latest` downloads one"
+        )
+    advice = ""
+    if isinstance(error, ModuleNotFoundError) and missing:
+        ours = missing.startswith("megatron.")
+        advice = "(Megatron-core 0.12.0 and later have it)" if ours else f"(install {missing})"
+    return f"importing Megatron failed: {_described(error)}\n{advice}".rstrip()
 
 
 # --- the cells --------------------------------------------------------------------------------

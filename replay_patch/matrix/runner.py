@@ -179,7 +179,7 @@ class _Run:
         seen = drift.examine(path, cpu=True, timeout=_IMPORT_SECONDS)
         self.drift = [{"megatron": str(self.env), **item} for item in seen["drift"]]
         if self.drift:
-            self._say(drift.describe(seen["drift"]))
+            self._say(f"{self.env}: {drift.describe(seen['drift'])}")
 
     def _listen(self) -> None:
         """Start the process and take its lines as they come."""
