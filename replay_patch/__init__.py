@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         SettingsError,
         WireError,
     )
+    from replay_patch.routes import RouteBatch, Routes, TokenLayout
 
 __version__ = "0.1.0"
 
@@ -31,15 +32,21 @@ _HOME = {
     "RouteError": "errors",
     "SettingsError": "errors",
     "WireError": "errors",
+    "RouteBatch": "routes",
+    "Routes": "routes",
+    "TokenLayout": "routes",
 }
 
 __all__ = [
     "LayoutError",
     "PatchNotActive",
     "ReplayPatchError",
+    "RouteBatch",
     "RouteError",
+    "Routes",
     "SettingsError",
     "Status",
+    "TokenLayout",
     "WireError",
     "__version__",
     "activate",
