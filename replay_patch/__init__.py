@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         SettingsError,
         WireError,
     )
+    from replay_patch.routers import local_layers
     from replay_patch.routes import RouteBatch, Routes, TokenLayout
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _HOME = {
     "RouteError": "errors",
     "SettingsError": "errors",
     "WireError": "errors",
+    "local_layers": "routers",
     "RouteBatch": "routes",
     "Routes": "routes",
     "TokenLayout": "routes",
@@ -51,6 +53,7 @@ __all__ = [
     "__version__",
     "activate",
     "deactivate",
+    "local_layers",
     "status",
 ]
 
