@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from replay_patch.routers import local_layers
     from replay_patch.routes import RouteBatch, Routes, TokenLayout
+    from replay_patch.schedule import recording, replaying
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,8 @@ _HOME = {
     "RouteBatch": "routes",
     "Routes": "routes",
     "TokenLayout": "routes",
+    "recording": "schedule",
+    "replaying": "schedule",
 }
 
 __all__ = [
@@ -54,6 +57,8 @@ __all__ = [
     "activate",
     "deactivate",
     "local_layers",
+    "recording",
+    "replaying",
     "status",
 ]
 
