@@ -144,7 +144,8 @@ _COMPARABLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def _from_numpy(array: Any) -> Tensor:
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-        array = np.minimum(array, np.iinfo(np.int64).max)  # not to wrap around to a -1
+        if array.dtype.itemsize == 8:  # not to wrap around to a -1
+            array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
         return torch.from_numpy(array.astype(np.int64))
     # Copies what torch cannot share: other byte orders, negative strides, read-only memory.
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
