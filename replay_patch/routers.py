@@ -122,16 +122,19 @@ def _here(config: Any) -> tuple[int, int | None] | None:
     The virtual stage is None where parallel_state does not say it (from 0.13 on nobody sets it).
     """
     state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
+    if state is None:
         return None
-    # An encoder on pipeline ranks of its own (0.12, 0.13).
-    start = getattr(state, "get_pipeline_model_parallel_decoder_start", lambda: None)()
-    virtual = state.get_virtual_pipeline_model_parallel_world_size() or 1
-    sizes = state.get_pipeline_model_parallel_world_size(), virtual
+    try:
+        # Not 0 with an encoder on pipeline ranks of its own (0.12, 0.13).
+        start = getattr(state, "get_pipeline_model_parallel_decoder_start", lambda: None)()
+        virtual = state.get_virtual_pipeline_model_parallel_world_size() or 1
+        sizes = state.get_pipeline_model_parallel_world_size(), virtual
+        rank = int(state.get_pipeline_model_parallel_rank())
+    except (AssertionError, AttributeError, RuntimeError, ValueError):  # not initialised
+        return None
     if start or sizes != (pipeline_size(config), virtual_size(config)):
         return None
-    stage = state.get_virtual_pipeline_model_parallel_rank() if virtual > 1 else 0
-    return int(state.get_pipeline_model_parallel_rank()), stage
+    return rank, state.get_virtual_pipeline_model_parallel_rank() if virtual > 1 else 0
 
 
 # --- config and helpers -------------------------------------------------------------------------
