@@ -125,8 +125,8 @@ def _here(config: Any) -> tuple[int, int | None] | None:
     if state is None:
         return None
     try:
-        # Not 0 with an encoder on pipeline ranks of its own (0.12, 0.13).
-        start = getattr(state, "get_pipeline_model_parallel_decoder_start", lambda: None)()
+        # Not 0 with an encoder on pipeline ranks of its own. (The getter of 0.13 warns each time.)
+        start = getattr(state, "_PIPELINE_MODEL_PARALLEL_DECODER_START", None)
         virtual = state.get_virtual_pipeline_model_parallel_world_size() or 1
         sizes = state.get_pipeline_model_parallel_world_size(), virtual
         rank = int(state.get_pipeline_model_parallel_rank())
