@@ -80,19 +80,21 @@ def _repeating(ids: Tensor) -> Tensor:
 def empty_layers(ids: Tensor, captured: Tensor) -> list[int]:
     """Places on the layer axis where no captured token has more than zeros or -1."""
     rows = ids if bool(captured.all()) else ids[captured]
-    if not len(rows) or not ids.shape[1]:
+    if not len(rows):
         return []
-    found = []
-    for place in range(ids.shape[1]):
-        layer = rows[:, place]
-        blank = torch.zeros(len(rows), dtype=torch.bool)
-        if ids.dtype is not torch.uint8:  # where -1 would be 255
-            blank |= (layer == -1).all(1)
-        if ids.shape[2] > 1:  # with one expert for each token, 0 is a choice like any other
-            blank |= (layer == 0).all(1)
-        if blank.all():
-            found.append(place)
+    candidates = _blank(rows[0]).nonzero().flatten().tolist()  # few: not all rows need a look
+    found = [place for place in candidates if _blank(rows[:, place]).all()]
     return found if len(found) < ids.shape[1] else []  # nothing at all was written: no dense layers
+
+
+def _blank(ids: Tensor) -> Tensor:
+    """bool [...] of ids [..., K]: nothing but zeros, or nothing but -1."""
+    blank = torch.zeros(ids.shape[:-1], dtype=torch.bool)
+    if ids.dtype is not torch.uint8:  # where -1 would be 255
+        blank |= (ids == -1).all(-1)
+    if ids.shape[-1] > 1:  # with one expert for each token, 0 is a choice like any other
+        blank |= (ids == 0).all(-1)
+    return blank
 
 
 def _refuse(
