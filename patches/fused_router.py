@@ -24,9 +24,10 @@ def _apply(transaction: Transaction) -> None:
 
 def _honouring(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import selection
+    from replay_patch.compiling import opaque
 
-    warn = selection.opaque(selection.warn_unfused)
-    refuse = selection.opaque(selection.refuse_precomputed)
+    warn = opaque(selection.warn_unfused)
+    refuse = opaque(selection.refuse_precomputed)
 
     @functools.wraps(original, updated=())
     def topk_routing(*args: Any, **kwargs: Any) -> Any:

@@ -54,12 +54,31 @@ def _apply(transaction: Transaction) -> None:
         asks = "parallel_state" in inspect.unwrap(original).__code__.co_names
         if not asks and "pp_rank" not in Probe().parameters(f"{module}:{name}"):
             raise LookupError(f"{module}.{name} does not say how it knows its stage")
-        transaction.set_everywhere(name, original, _for_any_stage(original))
+        transaction.set_everywhere(name, original, _for_any_stage(original, _overlaps(original)))
 
 
-def _for_any_stage(original: Callable[..., int]) -> Callable[..., int]:
+def _overlaps(original: Callable[..., int]) -> bool:
+    """Whether it puts rank 1 of 3 where rank 0 is, with 3, 3 and 1 layers in each virtual stage."""
+    config = types.SimpleNamespace(
+        num_layers=14,
+        pipeline_model_parallel_size=3,
+        virtual_pipeline_model_parallel_size=2,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=2,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_model_parallel_layout=None,
+    )
+    try:
+        return _for_any_stage(original)(config, vp_stage=0, pp_rank=1) == 0
+    except Exception:  # noqa: BLE001 - it asks for more of the config: none of the releases meant
+        return False
+
+
+def _for_any_stage(original: Callable[..., int], overlaps: bool = False) -> Callable[..., int]:
     signature = inspect.signature(original)
     takes = frozenset(signature.parameters)
+    by_config = "vp_stage" in takes  # whether there are virtual stages; before 0.13 by global state
 
     @functools.wraps(original, updated=())
     def helper(
@@ -72,10 +91,12 @@ def _for_any_stage(original: Callable[..., int]) -> Callable[..., int]:
         passed = {"vp_stage": vp_stage, "pp_rank": pp_rank}
         known = {k: v for k, v in passed.items() if k in takes} | kwargs
         if pp_rank is None and (vp_stage is None or "vp_stage" in takes):
-            return original(config, *args, **known)
+            answer = original(config, *args, **known)
+            return answer + _left_out(config, by_config) if overlaps else answer
         stage = _Stage(config, vp_stage, pp_rank)
         there: Callable[..., int] = with_globals(original, {"parallel_state": stage})
-        return there(_ConfigThere(config, stage), *args, **known)
+        answer = there(_ConfigThere(config, stage), *args, **known)
+        return answer + _left_out(config, by_config, stage) if overlaps else answer
 
     new = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
@@ -85,6 +106,26 @@ def _for_any_stage(original: Callable[..., int]) -> Callable[..., int]:
     parameters = [*signature.parameters.values(), *new]
     helper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return helper
+
+
+def _left_out(config: Any, by_config: bool, stage: Any = None) -> int:
+    """What the offset lacks in 0.12 and 0.13 if, with virtual stages, only the last rank's layers
+    are given: they take one rank off, as if the first rank had a count of its own, too."""
+    from megatron.core import parallel_state
+
+    state = parallel_state if stage is None else stage
+    virtual = config.virtual_pipeline_model_parallel_size
+    if not by_config:
+        virtual = state.get_virtual_pipeline_model_parallel_world_size()
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    others = config.pipeline_model_parallel_size - 1
+    listed = getattr(config, "pipeline_model_parallel_layout", None)
+    if virtual is None or first is not None or last is None or not others or listed:
+        return 0
+    if state.get_pipeline_model_parallel_rank() == 0:
+        return 0
+    return int((config.num_layers - last) // virtual // others)
 
 
 class _Stage:
@@ -178,12 +219,16 @@ PATCH = Patch(
     why=(
         "Trainers ask which layers a stage holds. 0.12 answers for the current stage only, 0.13 "
         "and 0.14 take `vp_stage` but no `pp_rank`: callers written for 0.15 get a TypeError. "
-        "Later releases take both, but ask a pipeline layout about their own rank."
+        "Later releases take both, but ask a pipeline layout about their own rank. With virtual "
+        "stages and only `num_layers_in_last_pipeline_stage`, the offsets of 0.12 and 0.13 "
+        "overlap: two layers of a model have the same number, and others are missing."
     ),
     how=(
         "A wrapper that takes both, set wherever the helper is bound. Asked about another stage, "
         "the release's own code runs with `parallel_state` answering for that stage; no process "
-        "group is needed then. Otherwise it is the original."
+        "group is needed then. Otherwise it is the original. Where a probe finds overlapping "
+        "offsets they are corrected, also for the model that is built, as in Megatron 0.14 (its "
+        "pull request 1583)."
     ),
     upstream="https://github.com/volcengine/verl/pull/5298",
     remove_when="every supported release answers for any stage",

@@ -26,12 +26,13 @@ def _guarding(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         if replay_enabled(self.config):
             activation.require_replay(f"{type(self).__name__} with routing replay on")
-            _refuse_unknown(type(self))
+            refuse_unknown(type(self))
 
     return __init__
 
 
-def _refuse_unknown(cls: Any) -> None:
+def refuse_unknown(cls: Any) -> None:
+    """Raise RouteError for a router class with which replay would be ignored."""
     if not issubclass(cls, Probe().find(f"{_MODULE}:TopKRouter")):
         expected = "a TopKRouter"
     elif not _reaches_ours(cls.forward):

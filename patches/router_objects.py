@@ -75,13 +75,17 @@ def _numbering(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _running(original: Callable[..., Any]) -> Callable[..., Any]:
-    from replay_patch import selection
+    from replay_patch import autograd, running
+    from replay_patch.compiling import opaque
 
-    run = selection.opaque(selection.run)
+    run = opaque(running.run)
+    ended, check_ended = autograd.ended, opaque(autograd.check_ended)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # getattr: a stranger's wrapper may keep this one in place after deactivate().
         replay = getattr(self, "router_replay", None)
+        if ended:
+            check_ended(self)
         if replay is None or replay.router_replay_action is None:
             return original(self, *args, **kwargs)
         return run(self, original, args, kwargs)

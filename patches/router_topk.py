@@ -53,15 +53,16 @@ def _apply(transaction: Transaction) -> None:
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     """The top-k function knows no router; every way of running one begins with its gating."""
-    from replay_patch import selection
+    from replay_patch import running
+    from replay_patch.compiling import opaque
 
-    note_gating = selection.opaque(selection.note_gating)
+    note_gating = opaque(running.note_gating)
 
     def gating(self: Any, *args: Any, **kwargs: Any) -> Any:
         replay = getattr(self, "router_replay", None)
         if replay is not None and replay.router_replay_action is not None:
             note_gating(replay)
-        elif selection.astray:
+        elif running.astray:
             note_gating(None)
         return original(self, *args, **kwargs)
 
@@ -70,14 +71,14 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import selection
+    from replay_patch.compiling import opaque
+    from replay_patch.running import astray, refuse_astray, running
 
-    running, astray = selection.running, selection.astray
-
-    @selection.opaque
+    @opaque
     def select(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replay = running.get(threading.get_ident())
         if replay is None:
-            selection.refuse_astray()
+            refuse_astray()
             return original(*args, **kwargs)
         if kwargs.get("fused"):
             selection.warn_unfused(replay)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
         SettingsError,
         WireError,
     )
+    from replay_patch.routers import local_layers
+    from replay_patch.routes import RouteBatch, Routes, TokenLayout
+    from replay_patch.schedule import recording, replaying
 
 __version__ = "0.1.0"
 
@@ -31,19 +34,31 @@ _HOME = {
     "RouteError": "errors",
     "SettingsError": "errors",
     "WireError": "errors",
+    "local_layers": "routers",
+    "RouteBatch": "routes",
+    "Routes": "routes",
+    "TokenLayout": "routes",
+    "recording": "schedule",
+    "replaying": "schedule",
 }
 
 __all__ = [
     "LayoutError",
     "PatchNotActive",
     "ReplayPatchError",
+    "RouteBatch",
     "RouteError",
+    "Routes",
     "SettingsError",
     "Status",
+    "TokenLayout",
     "WireError",
     "__version__",
     "activate",
     "deactivate",
+    "local_layers",
+    "recording",
+    "replaying",
     "status",
 ]
 

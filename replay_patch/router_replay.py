@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from replay_patch import activation, selection, targets
+from replay_patch.compiling import opaque
 from replay_patch.errors import RouteError
 from replay_patch.targets import describe, refuse
 
@@ -53,6 +54,7 @@ class RouterReplay:
     num_experts: int | None = None
     topk: int | None = None
     graphed: str | None = None
+    in_session: bool = False
     native_rows: int = 0
     selections: int = 0
     invalid_ids: Tensor | None = None
@@ -198,7 +200,7 @@ class RouterReplay:
         self.recorded_topk_idx = rows
 
 
-choose = selection.opaque(selection.choose)
+choose = opaque(selection.choose)
 
 
 def instances() -> list[Any]:
@@ -247,6 +249,12 @@ def check_action(replay: Any, action: Any) -> None:
         activation.require_replay(f"recording or replaying {describe(replay)}")
     if action is not None and value not in {a.value for a in RouterReplayAction}:
         refuse(f"action is {action!r}", "a RouterReplayAction", replay)
+    if action is not None and replay.in_session:
+        refuse(
+            "the router is in a recording() or replaying() block, which would ignore the action",
+            "actions before or after the block",
+            replay,
+        )
     if replay.graphed and value not in (None, RouterReplayAction.RECORD.value):
         refuse(
             f"the router runs inside a CUDA graph ({replay.graphed}), which would replay the "

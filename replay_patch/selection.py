@@ -1,27 +1,23 @@
 """The one place where expert ids are chosen: the replayed ones, or the native ones.
 
 A *replay object* here is a `RouterReplay`, Megatron's own (0.16 on, with our patch on it) or ours
-(`replay_patch.router_replay`, before that). T tokens, E experts, K top-k.
+(`replay_patch.router_replay`, before that), or the `SessionReplay` of a router in a session. T
+tokens, E experts, K top-k.
 """
 
-import functools
-import sys
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
 from replay_patch import targets
-from replay_patch.hooks import when_imported
 from replay_patch.targets import describe, refuse, warn_once
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Values of RouterReplayAction, Megatron's and ours alike.
 RECORD, REPLAY_FORWARD, REPLAY_BACKWARD = "record", "replay_forward", "replay_backward"
+# Of a router in a recording() or replaying() block (`replay_patch.session`).
+SESSION = "session"
 
 
 def choose(
@@ -45,14 +41,24 @@ def choose(
     Raises:
         RouteError: no target, or a target that does not fit; the replay object is unchanged.
     """
-    kind = _kind(replay)
+    kind = kind_of(replay)
+    if kind == SESSION:
+
+        def pick() -> Tensor:
+            return native(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
+
+        # Gathered in every pass: a recompute must save as many tensors as the first forward.
+        ids = _in_session(replay, scores, topk, pick)
+        replay.selections += 1
+        return scores.gather(1, ids), ids
+
     if kind == RECORD:
         values, ids = native(scores, topk, num_groups=num_groups, group_topk=group_topk)
         replay.record_indices(ids)
         replay.selections += 1
         return values, ids
 
-    target = _target(replay, kind)
+    target = target_of(replay, kind)
     targets.check(target, replay, scores.shape[1], topk, scores.shape[0])
     ids, repeating = targets.usable(target, replay, scores)
     if repeating is not None:
@@ -68,6 +74,48 @@ def choose(
     return scores.gather(1, ids), ids
 
 
+def _in_session(replay: Any, scores: Tensor, topk: int, pick: Callable[[], Tensor]) -> Tensor:
+    """int64 [T, K]: captured -> replayed; hole -> the native pick, kept for the recompute;
+    padding -> spread evenly (already among the ids).
+
+    Args:
+        pick: gives the native choice.
+    """
+    microbatch, place = replay.microbatch, replay.place
+    if microbatch is None:
+        refuse(
+            "experts are selected outside of TopKRouter.forward in a session",
+            "a call of the router: elsewhere its microbatch is not known",
+            replay,
+        )
+    if scores.shape[0] != microbatch.num_rows:
+        refuse(
+            f"{scores.shape[0]} router rows", f"{microbatch.num_rows}, as the layout says", replay
+        )
+    kept = microbatch.ids[place]
+    if kept is None:  # recording, first forward
+        picked = pick()
+        microbatch.ids[place] = picked.to(microbatch.dtype)
+        return picked
+    if kept.shape[1] != topk:
+        refuse(f"{kept.shape[1]} experts per token", f"topk={topk}", replay)
+    ids: Tensor = kept.to(scores.device, torch.int64)
+    if replay.report is None or replay.recomputing:
+        return ids
+    holes, captured = microbatch.holes, microbatch.captured
+    if holes is not None or captured is not None:
+        native = pick()
+        if captured is not None:
+            rows = microbatch.counts[0]
+            replay.report.compare(replay.layer_number, ids, native, captured, rows)
+        if holes is not None:
+            ids = torch.where(holes, native, ids)
+            if replay.keep:
+                kept.copy_(ids)
+    replay.report.count(*microbatch.counts)
+    return ids
+
+
 def warn_unfused(replay: Any) -> None:
     """Say once that the fused kernel is not used; it takes no expert ids."""
     warn_once(
@@ -81,152 +129,19 @@ def refuse_precomputed(replay: Any) -> None:
     refuse("precomputed expert ids", "a router that selects by top-k", replay)
 
 
-def note_gating(replay: Any) -> None:
-    """Remember on this thread that a router at work computes logits outside of its forward.
-
-    Args:
-        replay: its replay object, or None if this router has nothing to do.
-    """
-    thread = threading.get_ident()
-    if replay is not None and running.get(thread) is not replay:
-        astray[thread] = replay
-    else:
-        astray.pop(thread, None)
-
-
-def refuse_astray() -> None:
-    """Raise RouteError if the logits that are selected from now came from such a gating."""
-    replay = astray.pop(threading.get_ident(), None)
-    if replay is not None:
-        refuse(
-            "experts are selected outside of TopKRouter.forward (a forward that does not call it, "
-            "or parts of the router called one by one) while the router records or replays",
-            "a call of the router: elsewhere its ids would be ignored",
-            replay,
-        )
-
-
-def opaque(function: _Function) -> _Function:
-    """Keep `function` out of torch.compile's graphs, without importing dynamo.
-
-    Its Python state changes from call to call: dynamo would guard on it and recompile each time.
-    """
-    holder: list[Callable[..., Any]] = [function]
-
-    def disable() -> None:
-        holder[0] = sys.modules["torch._dynamo"].disable(function)
-
-    when_imported("torch._dynamo", disable)
-
-    @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            return holder[0](*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-# torch < 2.1 has no such function, and no compiled routers either.
-_is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
-
-
-# --- which router is running ------------------------------------------------------------------
-
-# Raised by a non-reentrant checkpoint out of the middle of a recompute.
-_EARLY_STOP: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
-
-running: dict[int, Any] = {}
-"""Thread -> replay object of the router whose forward runs there, while its action is set.
-
-For the top-k functions of releases that do not pass the replay object on (before 0.16).
-"""
-
-
-astray: dict[int, Any] = {}
-"""Thread -> replay object of the router at work whose gating was last, outside of its forward."""
-
-
-def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a router's forward while its replay object has an action; refuse what would ignore it.
-
-    Raises:
-        RouteError: this router cannot be replayed, or did not make exactly one selection. Then
-            the replay object is what it was before.
-    """
-    replay = router.router_replay
-    _check_before(router, replay, kwargs.get("input", args[0] if args else None))
-    thread = threading.get_ident()
-    before = {name: getattr(replay, name) for name in ("recorded_topk_idx", "native_rows")}
-    selections, queue = replay.selections, list(replay.replay_backward_list)
-    outer = running.get(thread)
-    running[thread] = replay
-    try:
-        out = original(router, *args, **kwargs)
-        if replay.selections != selections + 1:
-            routing = type(router).routing
-            refuse(
-                f"{type(router).__name__} made {replay.selections - selections} replayable "
-                f"selections in one forward (its routing is {routing.__module__}."
-                f"{routing.__qualname__})",
-                "exactly one: another patch, or a router class we do not know, bypasses the "
-                "release's top-k function",
-                replay,
-            )
-        return out
-    except BaseException as error:
-        if isinstance(error, _EARLY_STOP):
-            raise  # all that the checkpoint needed is recomputed: the call is over, and right
-        vars(replay).update(before, selections=selections)
-        replay.replay_backward_list[:] = queue
-        if isinstance(error, NameError) and error.name == "te_general_gemm":
-            # 0.13 ... 0.16 bind this name only if Transformer Engine can be imported.
-            refuse(str(error), "Transformer Engine, which this release's router needs", replay)
-        raise
-    finally:
-        if outer is None:
-            del running[thread]
-        else:
-            running[thread] = outer
-
-
-def _check_before(router: Any, replay: Any, hidden: Any) -> None:
-    """What can be known before the release's own code runs and counts losses."""
-    if router.routing_type in ("sinkhorn", "quantile_balancing"):
-        refuse(
-            f"moe_router_load_balancing_type={router.routing_type!r}",
-            "a router that selects by top-k; that one cannot be recorded or replayed",
-            replay,
-        )
-    kind = _kind(replay)
-    if kind == RECORD:
-        return
-    cuda: Any = torch.cuda
-    if cuda.is_initialized() and cuda.is_current_stream_capturing():
-        refuse(
-            "a CUDA graph is being captured around a replaying router",
-            "no graph: it would replay the ids of the capture for ever",
-            replay,
-        )
-    num_tokens = None
-    # alltoall_seq (0.12) gathers the rows of all tensor-parallel ranks inside the router.
-    if hidden is not None and router.config.moe_token_dispatcher_type != "alltoall_seq":
-        num_tokens = hidden.shape[:-1].numel()
-    num_experts = router.config.num_moe_experts
-    targets.check(_target(replay, kind), replay, num_experts, router.topk, num_tokens)
-
-
 # --- helpers ----------------------------------------------------------------------------------
 
 
-def _kind(replay: Any) -> str:
+def kind_of(replay: Any) -> str:
+    """The value of its action. Raises RouteError if that is none."""
     kind = getattr(replay.router_replay_action, "value", None)
-    if kind not in (RECORD, REPLAY_FORWARD, REPLAY_BACKWARD):
+    if kind not in (RECORD, REPLAY_FORWARD, REPLAY_BACKWARD, SESSION):
         refuse(f"action {replay.router_replay_action!r}", "a RouterReplayAction", replay)
     return str(kind)
 
 
-def _target(replay: Any, kind: str) -> Any:
+def target_of(replay: Any, kind: str) -> Any:
+    """The ids that a replay object is told to take next. Raises RouteError if it has none."""
     if kind == REPLAY_FORWARD:
         if replay.target_topk_idx is None:
             refuse(

@@ -75,11 +75,28 @@ def start(
         layout: of all ranks.
         rank: of this process.
         init_file: handed over by `launch`.
-        config_class: of `tiny.moe_config`.
-        torch_attention: of `tiny.gpt_model`.
-        options: of the config.
+        config_class, torch_attention, options: of `build`.
     """
     tiny.init(layout.world, rank, init_file, **layout.sizes)
+    return build(layout, config_class, torch_attention, **options)
+
+
+def build(
+    layout: Layout,
+    config_class: Any = None,
+    torch_attention: bool | None = None,
+    unchecked: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """This rank's model chunks.
+
+    Args:
+        layout: of all ranks, which have their process groups.
+        config_class: of `tiny.moe_config`.
+        torch_attention: of `tiny.gpt_model`.
+        unchecked: fields that the config's checks would refuse.
+        options: of the config.
+    """
     config = tiny.moe_config(
         config_class,
         **layout.sizes,
@@ -94,6 +111,8 @@ def start(
         }
         | options,
     )
+    for name, value in (unchecked or {}).items():
+        setattr(config, name, value)
     return tiny.model_chunks(config, torch_attention=torch_attention)
 
 

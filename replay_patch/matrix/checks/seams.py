@@ -136,8 +136,8 @@ def topk_seam() -> None:
 
     import torch
 
-    from replay_patch import selection
     from replay_patch.router_replay import RouterReplay, RouterReplayAction
+    from replay_patch.running import running
 
     function = tools.topk_function()
     if "router_replay" in inspect.signature(function).parameters:
@@ -146,11 +146,11 @@ def topk_seam() -> None:
     replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD
     replay.target_topk_idx = tools.some_ids()
     logits = torch.randn(tools.TOKENS, tools.EXPERTS)
-    selection.running[threading.get_ident()] = replay
+    running[threading.get_ident()] = replay
     try:
         replayed = function(logits, tools.TOPK)[1]
     finally:
-        selection.running.clear()
+        running.clear()
     native = function(logits, tools.TOPK)[1]
     tools.same_map(tools.as_map(replay.target_topk_idx), replayed, "with a router that replays")
     tools.same_map(tools.as_map(tools.native_topk(logits, tools.TOPK)[1]), native, "without one")

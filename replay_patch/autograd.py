@@ -1,0 +1,298 @@
+"""Is this router call a recompute, and of which forward? Autograd knows.
+
+Every node of an autograd graph carries a sequence number, which rises along a thread. So the nodes
+of one forward have the numbers of a range, and a checkpoint that runs a router again does so while
+one of these nodes is running. No order of backward passes is assumed and nothing is queued: a
+dropped loss, an exception, a partial recompute or another order of microbatches leaves nothing
+behind. An `Entry` lives in the metadata of its own graph and dies with it.
+
+Right for reentrant and non-reentrant checkpoints, also when the backward runs on a device's thread.
+What cannot be known raises.
+"""
+
+import bisect
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay_patch.targets import refuse
+
+# Private, and in every torch from 2.1 on; where one is missing, recompute is refused.
+_graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
+_current_node: Any = getattr(torch._C, "_current_autograd_node", None)
+_next_number: Any = getattr(torch.autograd, "_get_sequence_nr", None)
+
+KNOWS = None not in (_graph_task, _current_node, _next_number)
+"""Whether this torch can tell a recompute."""
+
+_ANCHOR = "replay_patch"
+
+
+class Entry:
+    """One microbatch loaded for one chunk.
+
+    Attributes:
+        number: of the load, from 0, for messages.
+        data: what was loaded; None once it is used up.
+        keep: a recompute may follow.
+        start, end: the sequence numbers of its forward, once opened and once closed.
+        seen: places of the routers that have had their first forward.
+        chunk: weak.
+    """
+
+    __slots__ = ("__weakref__", "chunk", "data", "end", "keep", "number", "seen", "start")
+
+    def __init__(self, number: int, data: Any, chunk: Any) -> None:
+        self.number, self.data, self.chunk = number, data, weakref.ref(chunk)
+        self.keep = torch.is_grad_enabled()
+        self.start: int | None = None
+        self.end: int | None = None
+        self.seen: set[int] = set()
+
+    def holds(self, number: int) -> bool:
+        """Whether a node with this sequence number belongs to the forward."""
+        return (
+            self.start is not None
+            and self.start <= number
+            and (self.end is None or number < self.end)
+        )
+
+
+class Tracker:
+    """The forwards of one (unwrapped) model chunk, told apart.
+
+    Args:
+        chunk: hooked until `close`.
+        recompute: recompute is configured, and a forward that it could not find again is an error.
+
+    Raises:
+        RouteError: the chunk has a tracker already, or this torch cannot tell a recompute.
+    """
+
+    def __init__(self, chunk: Any, recompute: bool) -> None:
+        if recompute and not KNOWS:
+            refuse(
+                f"recompute is configured, and torch {torch.__version__} does not say which "
+                "forward a recompute belongs to",
+                "torch 2.1 or later, or no recompute",
+            )
+        hooks = chunk._forward_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), Tracker) for hook in hooks):
+            refuse("the model is in a session already", "one at a time for one model")
+        self._recompute = recompute
+        self._chunk = weakref.ref(chunk)
+        self._current: Entry | None = None
+        self._thread: int | None = None
+        self._loads = 0
+        self._starts: list[int] = []  # rising; of the forwards below
+        self._entries: list[weakref.ref[Entry]] = []
+        self._hooks = [
+            chunk.register_forward_pre_hook(self._before),
+            chunk.register_forward_hook(self._after),
+        ]
+
+    def load(self, data: Any) -> Entry:
+        """Make a new entry the one that the next forward of the chunk uses.
+
+        Raises:
+            RouteError: inside a backward pass.
+        """
+        if in_backward():
+            refuse("load() inside a backward pass", "load() before the forward that it is for")
+        self._thread = threading.get_ident()
+        self._current = Entry(self._loads, data, self._chunk())
+        self._loads += 1
+        return self._current
+
+    def find(self, replay: Any) -> tuple[Entry, bool]:
+        """The entry of the router call that begins, and whether the call is a recompute.
+
+        Args:
+            replay: the router's replay object, with its `place` in the chunk.
+
+        Raises:
+            RouteError: it cannot be known, or nothing is loaded.
+        """
+        place: int = replay.place
+        if KNOWS and _graph_task() != -1:
+            return self._recomputed(replay), True
+        if threading.get_ident() != self._thread:
+            refuse(
+                "a forward with nothing loaded"
+                if self._thread is None
+                else "a forward in another thread than that of the session's load()",
+                "load() of one microbatch before each forward, in one thread",
+                replay,
+            )
+        entry = self._current
+        if entry is None:
+            refuse(
+                f"a forward with nothing loaded since microbatch {self._loads - 1}",
+                "load() of one microbatch before each forward of a chunk",
+                replay,
+            )
+        if place in entry.seen:
+            refuse(
+                f"a second forward of this router for microbatch {entry.number}",
+                "one load() before each forward (a recompute outside of a backward pass, as some "
+                "overlap schedules do it, cannot be told from one)",
+                replay,
+            )
+        entry.seen.add(place)
+        return entry, False
+
+    def close(self) -> None:
+        """Remove the hooks, and drop what is loaded; entries in living graphs remember that."""
+        for hook in self._hooks:
+            hook.remove()
+        living = [entry for ref in self._entries if (entry := ref()) is not None]
+        self._current, self._starts, self._entries = None, [], []
+        for entry in living:
+            entry.data = None
+            _remember(entry)
+
+    def _recomputed(self, replay: Any) -> Entry:
+        if not torch.is_grad_enabled():
+            refuse(
+                "a checkpoint inside the recompute of another one",
+                "activation checkpoints that are not nested",
+                replay,
+            )
+        number = _current_node()._sequence_nr()
+        i = bisect.bisect_right(self._starts, number) - 1
+        entry = self._entries[i]() if i >= 0 else None
+        if entry is None or not entry.holds(number) or replay.place not in entry.seen:
+            _refuse_ended(number, replay)
+            refuse(
+                "the recompute of a forward that this session does not know: nothing was loaded "
+                "for it, it did not run through the chunk's forward, or its output is gone",
+                "load() before that forward, and a loss that is computed from the chunk's output",
+                replay,
+            )
+        if entry.data is None:
+            refuse(
+                f"a recompute of microbatch {entry.number}, which was loaded without gradients",
+                "load() with gradients enabled where a backward follows",
+                replay,
+            )
+        return entry
+
+    def _before(self, chunk: Any, args: Any) -> None:
+        entry = self._current
+        if entry is None or entry.start is not None or not KNOWS or in_backward():
+            return
+        if entry.keep and torch.is_grad_enabled():
+            entry.start = _next_number()
+            alive = [i for i, ref in enumerate(self._entries) if ref() is not None]
+            self._starts = [self._starts[i] for i in alive] + [entry.start]
+            self._entries = [self._entries[i] for i in alive] + [weakref.ref(entry)]
+
+    def _after(self, chunk: Any, args: Any, output: Any) -> None:
+        entry = self._current
+        if entry is None or in_backward():
+            return
+        self._current = None
+        if entry.start is None:  # no backward follows: nothing is kept
+            return
+        entry.end = _next_number()
+        anchored = False
+        for node in _nodes(output):
+            entries = node.metadata.setdefault(_ANCHOR, [])
+            if entry not in entries:
+                entries.append(entry)
+            anchored = True
+        if not anchored and self._recompute and any(p.requires_grad for p in chunk.parameters()):
+            refuse(
+                f"recompute is configured, and the output of microbatch {entry.number} "
+                f"({type(output).__name__}) has no tensor with a gradient that would tell its "
+                "recompute from others",
+                "a tensor, or a mapping, list, tuple or dataclass with tensors",
+            )
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward pass."""
+    return bool(KNOWS and _graph_task() != -1)
+
+
+# --- after the session ------------------------------------------------------------------------
+
+ended: dict[int, "weakref.ref[Entry]"] = {}
+"""Entries of sessions that are over, while their graph lives."""
+
+
+def check_ended(router: Any) -> None:
+    """Refuse the recompute of a forward that ran in a session, now that the session is over.
+
+    Args:
+        router: a router that is not in a session; called only while `ended` is not empty.
+    """
+    if not in_backward():
+        return
+    number = _current_node()._sequence_nr()
+    for ref in list(ended.values()):
+        entry = ref()
+        chunk = None if entry is None or not entry.holds(number) else entry.chunk()
+        if chunk is not None and any(module is router for module in chunk.modules()):
+            where = SimpleNamespace(layer_number=router.layer_number, mtp_depth=0)
+            _refuse_ended(number, where)
+
+
+def _remember(entry: Entry) -> None:
+    key = id(entry)
+
+    def forget(_: Any) -> None:
+        ended.pop(key, None)
+
+    ended[key] = weakref.ref(entry, forget)
+
+
+def _refuse_ended(number: int, replay: Any) -> None:
+    for ref in list(ended.values()):
+        entry = ref()
+        if entry is not None and entry.holds(number):
+            refuse(
+                f"backward after the session ended: a recompute of microbatch {entry.number}",
+                "the backward inside the recording() or replaying() block of its forward",
+                replay,
+            )
+
+
+# --- the nodes that keep an entry alive -------------------------------------------------------
+
+
+def _nodes(output: Any) -> Iterator[Any]:
+    """The graph's nodes at the output, and those just below.
+
+    Both, because an in-place operation on a view (`logits.div_(temperature)`) gives it a new node
+    in the place of the old one. Not AccumulateGrad, which may live as long as the parameter.
+    """
+    for tensor in _tensors(output, 0):
+        top = tensor.grad_fn
+        if top is not None:
+            for node in (top, *(below for below, _ in top.next_functions)):
+                if node is not None and not hasattr(node, "variable"):
+                    yield node
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: Any = ()
+    if depth > 8:  # no model output is that deep; a structure that holds itself is
+        return
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for part in parts:
+        yield from _tensors(part, depth + 1)

@@ -1,0 +1,169 @@
+"""From what each rank recorded to the routes of whole sequences, in all MoE layers.
+
+Two steps: over the tensor- and context-parallel ranks, which have other tokens of the same layers,
+and over the pipeline ranks, which have other layers of the same tokens. Bytes travel as int8, which
+gloo, NCCL and HCCL all have.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from replay_patch.errors import RouteError
+from replay_patch.routes import Routes
+from replay_patch.routes.checking import ids_dtype
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank recorded in one schedule.
+
+    Attributes:
+        loads: for each microbatch the tokens of its sequences, and int64 [R] the token in each
+            router row (-1: padding).
+        ids: layer number -> for each microbatch [R, K], compact.
+        num_experts: E.
+        topk: K.
+        device: of the model, where collectives that are not gloo's run.
+    """
+
+    loads: list[tuple[tuple[int, ...], Tensor]]
+    ids: dict[int, list[Tensor]]
+    num_experts: int
+    topk: int
+    device: torch.device
+
+
+def routes(recorded: Recorded) -> list[Routes]:
+    """The routes of every sequence, in load order.
+
+    Raises:
+        RouteError: on all ranks of a group alike: they loaded other sequences, or a token was in
+            no rank's layout.
+    """
+    layers = sorted(recorded.ids)
+    lengths = [length for of_load, _ in recorded.loads for length in of_load]
+    places, table = _own(recorded, layers)
+    data_group, pipeline_group = _groups()
+
+    ids = torch.zeros(sum(lengths), len(layers), recorded.topk, dtype=table.dtype)
+    known = torch.zeros(sum(lengths), dtype=torch.bool)
+    header = [len(lengths), *lengths, *layers]
+    parts = _exchange([header, places.tolist()], table, data_group, recorded.device)
+    _same("tensor- and context-parallel", [part.ints[0] for part in parts])
+    for part in parts:
+        at = torch.tensor(part.ints[1], dtype=torch.int64)
+        ids[at] = part.data.view(len(at), len(layers), recorded.topk)
+        known[at] = True
+    missing = int((~known).sum())
+
+    stages = _exchange([lengths, layers, [missing]], ids, pipeline_group, recorded.device)
+    _same("pipeline", [stage.ints[0] for stage in stages])
+    missing = max(stage.ints[2][0] for stage in stages)
+    if missing:
+        raise RouteError(
+            f"{missing} of {sum(lengths)} tokens were in no rank's layout: expected every token in "
+            "the rows of one context- or tensor-parallel rank"
+        )
+    found = {
+        layer: stage.data.view(sum(lengths), len(stage.ints[1]), recorded.topk)[:, place]
+        for stage in stages
+        for place, layer in enumerate(stage.ints[1])
+    }
+    numbers = tuple(sorted(found))
+    if not numbers:
+        return []
+    whole = torch.stack([found[layer] for layer in numbers], dim=1)
+    pieces = torch.split(whole, lengths)
+    return [Routes(piece, recorded.num_experts, layers=numbers) for piece in pieces]
+
+
+def _own(recorded: Recorded, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """int64 [n], the tokens in this rank's rows, numbered over all loads; their ids [n, L, K]."""
+    places, tables, first = [], [], 0
+    for number, (lengths, rows) in enumerate(recorded.loads):
+        real = rows >= 0
+        places.append(rows[real] + first)
+        first += sum(lengths)
+        if layers:
+            ids = torch.stack([recorded.ids[layer][number] for layer in layers], dim=1).cpu()
+            tables.append(ids[real])
+    at = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+    empty = torch.zeros(len(at), 0, recorded.topk, dtype=ids_dtype(recorded.num_experts))
+    return at, torch.cat(tables) if tables else empty
+
+
+def _groups() -> tuple[Any, Any]:
+    """(tensor- and context-parallel, pipeline) group; None where one rank is all there is."""
+    if not dist.is_initialized():
+        return None, None
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return None, None
+    groups = (
+        parallel_state.get_tensor_and_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+    first, second = (None if dist.get_world_size(group) == 1 else group for group in groups)
+    return first, second
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank sent."""
+
+    ints: list[list[int]]
+    data: Tensor
+
+
+def _exchange(ints: list[list[int]], data: Tensor, group: Any, device: torch.device) -> list[_Part]:
+    """What each rank of the group gave, in rank order; data flat."""
+    if group is None:
+        return [_Part(ints, data.flatten())]
+    numbers = [len(ints), *(len(some) for some in ints), *(n for some in ints for n in some)]
+    head = torch.tensor(numbers, dtype=torch.int64)
+    payload = torch.cat([_bytes(head), _bytes(data)])
+    if "gloo" in dist.get_backend(group):
+        device = torch.device("cpu")
+    sizes = torch.tensor([len(head), len(payload)], dtype=torch.int64, device=device)
+    world = dist.get_world_size(group)
+    all_sizes = [torch.empty_like(sizes) for _ in range(world)]
+    dist.all_gather(all_sizes, sizes, group=group)
+    of_ranks = [tuple(size.tolist()) for size in all_sizes]
+    longest = max(size for _, size in of_ranks)
+    mine = torch.zeros(longest, dtype=torch.int8, device=device)
+    mine[: len(payload)] = payload.to(device)
+    received = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(received, mine, group=group)
+    return [
+        _unpack(some[:size].cpu(), count, data.dtype)
+        for some, (count, size) in zip(received, of_ranks, strict=True)
+    ]
+
+
+def _unpack(payload: Tensor, count: int, dtype: torch.dtype) -> _Part:
+    # clone: a view with another dtype needs memory that is aligned for it.
+    numbers = payload[: count * 8].clone().view(torch.int64).tolist()
+    lists, at = [], 1 + numbers[0]
+    for length in numbers[1 : 1 + numbers[0]]:
+        lists.append(numbers[at : at + length])
+        at += length
+    return _Part(lists, payload[count * 8 :].clone().view(dtype))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().flatten()
+    return flat.view(torch.int8) if flat.numel() else torch.zeros(0, dtype=torch.int8)
+
+
+def _same(ranks: str, headers: list[list[int]]) -> None:
+    if any(header != headers[0] for header in headers):
+        raise RouteError(
+            f"the {ranks} ranks recorded different things: sequences or layers {headers}; expected "
+            "the same microbatches, loaded in the same order"
+        )
