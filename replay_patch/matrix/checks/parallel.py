@@ -90,7 +90,7 @@ def _rank(rank: int, world: int, init_file: str, options: dict[str, Any]) -> Non
         output = chunk(tokens, positions, None, labels=tokens)
         for hook in hooks:
             hook.remove()
-        return output, _mean
+        return output, tools.mean_loss
 
     several = len(chunks) > 1
     iterators = [iter(range(MICROBATCHES)) for _ in chunks]
@@ -113,8 +113,3 @@ def _rank(rank: int, world: int, init_file: str, options: dict[str, Any]) -> Non
                 assert parameter.grad is not None, f"{where} is missing"
                 assert parameter.grad.isfinite().all(), f"{where} is {parameter.grad}"
                 assert parameter.grad.any(), f"{where} is zero"
-
-
-def _mean(losses: Any) -> tuple[Any, dict[str, Any]]:
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach()}

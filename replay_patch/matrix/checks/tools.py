@@ -6,12 +6,12 @@ EXPERTS, TOPK, SEQUENCE, BATCH, HIDDEN = 6, 2, 8, 2, 16
 TOKENS = SEQUENCE * BATCH
 
 
-def config(**options: Any) -> Any:
-    """Of a model with replay on and without auxiliary loss."""
+def config(*, replay: bool = True, **options: Any) -> Any:
+    """Of a model without auxiliary loss; with replay on, unless not even asked for."""
     from replay_patch.matrix import tiny
 
     defaults = {
-        "enable_routing_replay": True,
+        **({"enable_routing_replay": True} if replay else {}),
         "num_layers": 4,
         "num_moe_experts": EXPERTS,
         "moe_router_topk": TOPK,
@@ -78,6 +78,12 @@ def provide_fused_kernel() -> list[str]:
     moe_utils.HAVE_TE = True
     moe_utils.fused_topk_with_score_function = kernel
     return calls
+
+
+def mean_loss(losses: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss function that a `forward_step` returns."""
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach()}
 
 
 def same_map(expected: Any, found: Any, where: str) -> None:

@@ -1,0 +1,245 @@
+"""Checks of `recording()` and `replaying()`: whole schedules, padding, holes and full recompute."""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+from replay_patch.matrix.checks import tools
+from replay_patch.matrix.registry import REPLAY, check
+
+LAYERS, MICROBATCHES = 4, 4
+LENGTHS = (tools.SEQUENCE, tools.SEQUENCE - 3)  # tokens of the sequences of every microbatch
+NEEDS = tuple(name for name in REPLAY if name != "config_fields")
+"""Sessions need no flag in the config."""
+
+
+@check("sessions", patches=NEEDS)
+def sessions() -> None:
+    """`recording()` gives the routes of every sequence in every MoE layer. Under `replaying()` each
+    router call, also of a full recompute, takes the experts given for its microbatch; tokens
+    without a route take the native ones again in the recompute, padding different ones. Gradients
+    are bitwise those without recompute."""
+    _rank(0, 1, None, {})
+
+
+@check("sessions-tp-sp", patches=NEEDS, ranks=2)
+def sessions_tp_sp() -> None:
+    """Two tensor-parallel ranks with sequence parallelism: the same, and all ranks record alike."""
+    _on_ranks(tensor_model_parallel_size=2, sequence_parallel=True)
+
+
+@check("sessions-cp", patches=NEEDS, ranks=2)
+def sessions_cp() -> None:
+    """Two context-parallel ranks, zigzag: the same."""
+    _on_ranks(context_parallel_size=2)
+
+
+@check("sessions-pp", patches=NEEDS, ranks=2)
+def sessions_pp() -> None:
+    """Two pipeline stages, 1F1B: the same."""
+    _on_ranks(pipeline_model_parallel_size=2)
+
+
+@check("sessions-vpp", patches=NEEDS, ranks=2)
+def sessions_vpp() -> None:
+    """Two pipeline stages of two virtual stages, interleaved: the same."""
+    from replay_patch.matrix import tiny
+
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    _on_ranks(**sizes, **tiny.VPP_P2P)
+
+
+@check("sessions-ep", patches=NEEDS, ranks=2)
+def sessions_ep() -> None:
+    """Two expert-parallel ranks with data of their own: the same."""
+    _on_ranks(expert_model_parallel_size=2)
+
+
+def _on_ranks(**options: Any) -> None:
+    from replay_patch.matrix.ranks import launch
+
+    launch(_rank, 2, (options,))
+
+
+def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
+    import torch
+
+    import replay_patch
+    from replay_patch.matrix import tiny
+
+    groups = {k: v for k, v in options.items() if k.endswith("parallel_size")}
+    tiny.init(world, rank, init_file, **groups)
+    config = tools.config(num_layers=LAYERS, replay=False, **options)
+    chunks = tiny.model_chunks(config)
+    layout = _layout(config)
+
+    with replay_patch.recording(chunks) as record:
+        native = _run(chunks, lambda chunk, _: record.load(chunk, layout), train=False)
+    recorded = record.routes()
+    assert [routes.num_tokens for routes in recorded] == [*LENGTHS] * MICROBATCHES
+    layers = tuple(range(1, LAYERS + 1))
+    assert all(routes.layers == layers for routes in recorded), recorded[0].layers
+    for (layer, microbatch), maps in native.items():
+        wanted = _maps(recorded, microbatch, layer, layout)
+        rows = wanted.any(1)
+        tools.same_map(wanted[rows], maps[0][rows], f"recorded, layer {layer}, {microbatch}")
+
+    given = _other_routes(layers)
+    gradients = []
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for recompute in ({}, full | {"recompute_num_layers": 1}):
+        tiny.clear_aux_tracker()
+        config = tools.config(num_layers=LAYERS, replay=False, **options, **recompute)
+        chunks = tiny.model_chunks(config)
+        with replay_patch.replaying(chunks) as replay:
+
+            def load(chunk: Any, microbatch: int, replay: Any = replay) -> dict[str, Any]:
+                return dict(replay.load(chunk, _of(given, microbatch), layout))
+
+            seen = _run(chunks, load, train=True)
+        held = [layer.layer_number for chunk in chunks for layer in chunk.decoder.layers]
+        expected = {(layer, m) for layer in held for m in range(MICROBATCHES)}
+        assert seen.keys() == expected, f"rank {rank}: calls of {sorted(seen)}"
+        _check_maps(seen, given, layout, calls=2 if recompute else 1)
+        for chunk in chunks:
+            found = {n: p.grad for n, p in chunk.named_parameters() if p.grad is not None}
+            assert any("router" in name for name in found), "no gradient reaches a router"
+            gradients.append(found)
+    half = len(gradients) // 2
+    for without, with_recompute in zip(gradients[:half], gradients[half:], strict=True):
+        for name, gradient in without.items():
+            tools.same_bits(gradient, with_recompute[name], f"rank {rank}, gradient of {name}")
+    assert replay.report.replayed > 0
+    torch.distributed.barrier()
+
+
+def _layout(config: Any) -> Any:
+    from megatron.core import parallel_state
+
+    from replay_patch import TokenLayout
+
+    return TokenLayout.padded(
+        LENGTHS,
+        tools.SEQUENCE,
+        tp_size=config.tensor_model_parallel_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        sequence_parallel=config.sequence_parallel,
+        cp_size=config.context_parallel_size,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+    )
+
+
+def _other_routes(layers: tuple[int, ...]) -> list[Any]:
+    """Routes that no router would choose, but for a last token without one and one hole more."""
+    import torch
+
+    from replay_patch import Routes
+
+    out = []
+    for number, length in enumerate([*LENGTHS] * MICROBATCHES):
+        rows = length - 1
+        ids = [tools.some_ids(seed=100 * number + layer, rows=rows) for layer in layers]
+        captured = torch.ones(rows, dtype=torch.bool)
+        captured[1] = False
+        stacked = torch.stack(ids, dim=1)
+        out.append(Routes(stacked, tools.EXPERTS, captured=captured, layers=layers))
+    return out
+
+
+def _of(routes: list[Any], microbatch: int) -> list[Any]:
+    first = microbatch * len(LENGTHS)
+    return routes[first : first + len(LENGTHS)]
+
+
+def _maps(routes: list[Any], microbatch: int, layer: int, layout: Any) -> Any:
+    """bool [R, E]: of each router row of this rank; nothing for a row without a captured route."""
+    import torch
+
+    wanted = torch.zeros(len(layout.rows), tools.EXPERTS, dtype=torch.bool)
+    tokens: list[Any] = []
+    for one, length in zip(_of(routes, microbatch), LENGTHS, strict=True):
+        ids = one.expert_ids[:, one.layers.index(layer)].tolist()
+        known = zip(ids, one.captured.tolist(), strict=True)
+        tokens += [row if captured else None for row, captured in known]
+        tokens += [None] * (length - one.num_tokens)
+    for row, token in enumerate(layout.rows.tolist()):
+        if token >= 0 and tokens[token] is not None:
+            wanted[row, tokens[token]] = True
+    return wanted
+
+
+def _check_maps(seen: Any, given: list[Any], layout: Any, calls: int) -> None:
+    """Every call took the ids of its own microbatch, and a recompute what its forward took."""
+    for (layer, microbatch), maps in seen.items():
+        where = f"layer {layer}, microbatch {microbatch}"
+        assert len(maps) == calls, f"{where}: {len(maps)} router calls, expected {calls}"
+        wanted = _maps(given, microbatch, layer, layout)
+        rows = wanted.any(1)
+        for number, found in enumerate(maps, start=1):
+            tools.same_map(wanted[rows], found[rows], f"{where}, call {number}")
+            tools.same_map(maps[0], found, f"{where}, call {number} against the first")
+            assert (found.sum(1) == tools.TOPK).all(), f"{where}: a row without distinct experts"
+
+
+def _run(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any]:
+    """One schedule; (layer, microbatch) -> the routing maps of the router's calls.
+
+    Whose a recompute is, is not asked of the product: its input is bitwise that of its forward.
+    """
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from replay_patch.matrix import tiny
+
+    seen: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
+    current: dict[Any, int] = {}
+    inputs: dict[tuple[int, bytes], int] = {}  # layer, input -> microbatch of the first forward
+    hooks = []
+    for chunk in chunks:
+        for router in (m for m in chunk.modules() if isinstance(m, TopKRouter)):
+
+            def watch(router: Any, given: Any, output: Any, chunk: Any = chunk) -> None:
+                layer = router.layer_number
+                key = layer, given[0].detach().numpy().tobytes()
+                seen[layer, inputs.setdefault(key, current[chunk])].append(output[1].clone())
+
+            hooks.append(router.register_forward_hook(watch))
+
+    def forward_step(batches: Iterator[int], chunk: Any) -> tuple[Any, Any]:
+        current[chunk] = microbatch = next(batches)
+        arguments = load(chunk, microbatch)
+        seed = 10 * parallel_state.get_data_parallel_rank() + microbatch
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(LENGTHS), tools.SEQUENCE)
+        tokens = torch.randint(0, tiny.VOCAB_SIZE, shape, generator=generator)
+        positions = torch.arange(tools.SEQUENCE).expand(shape)
+        tokens, positions = _of_rank(tokens), _of_rank(positions)
+        return chunk(tokens, positions, None, labels=tokens, **arguments), tools.mean_loss
+
+    several = len(chunks) > 1
+    iterators = [iter(range(MICROBATCHES)) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=tools.SEQUENCE,
+        micro_batch_size=len(LENGTHS),
+        forward_only=not train,
+    )
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def _of_rank(values: Any) -> Any:
+    """The columns [B, S / cp] of this context-parallel rank, in Megatron's zigzag order."""
+    from megatron.core import parallel_state
+
+    from replay_patch.matrix.attention import cp_positions
+
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    return values[:, cp_positions([values.shape[1]], size, rank)[1]]
