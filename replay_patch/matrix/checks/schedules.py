@@ -13,6 +13,46 @@ NEEDS = tuple(name for name in REPLAY if name != "config_fields")
 """Sessions need no flag in the config."""
 
 
+@check("local-layers")
+def local_layers() -> None:
+    """`local_layers()` gives the MoE layers of any stage, without process groups: those of an even
+    or uneven model, with dense layers first or between; each once over all stages."""
+    import replay_patch
+    from replay_patch.matrix import tiny
+
+    first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+    for layers, pp, vpp, options, counts in (
+        (8, 4, None, {}, [2, 2, 2, 2]),
+        (8, 2, 2, {}, [2, 2, 2, 2]),
+        (10, 3, None, {first: 2, last: 2}, [2, 6, 2]),
+        (14, 3, 2, {last: 2}, [3, 3, 1, 3, 3, 1]),
+    ):
+        for frequency in (1, 2, [0, 0] + [1] * (layers - 2)):
+            is_moe = (
+                [number % frequency == 0 for number in range(layers)]
+                if isinstance(frequency, int)
+                else frequency
+            )
+            config = tiny.moe_config(
+                num_layers=layers,
+                moe_layer_freq=frequency,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp,
+                **(tiny.VPP_P2P if vpp else {}),
+                **options,
+            )
+            begin = 0
+            for place, count in enumerate(counts):
+                where = {"pp_rank": place % pp, "vp_stage": None if vpp is None else place // pp}
+                expected = tuple(n + 1 for n in range(begin, begin + count) if is_moe[n])
+                found = replay_patch.local_layers(config, **where)
+                assert found == expected, (
+                    f"{layers} layers, pp={pp}, vpp={vpp}, moe_layer_freq={frequency}, {options}: "
+                    f"{where} holds {found}, expected {expected}"
+                )
+                begin += count
+
+
 @check("sessions", patches=NEEDS)
 def sessions() -> None:
     """`recording()` gives the routes of every sequence in every MoE layer. Under `replaying()` each

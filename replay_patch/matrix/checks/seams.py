@@ -72,6 +72,7 @@ def layer_map() -> None:
         (10, 3, None, uneven),
         (12, 3, 2, uneven | {"num_layers_in_first_pipeline_stage": 4}),
     ]
+    cases.append((14, 3, 2, {"num_layers_in_last_pipeline_stage": 2}))  # overlaps in 0.12, 0.13
     embedding, layer, loss = "embedding", "decoder", "loss"
     layout = [[embedding, layer], [layer, layer, layer], [layer, loss]]
     if "pipeline_model_parallel_layout" in TransformerConfig.__dataclass_fields__:  # from 0.13.1 on
