@@ -11,11 +11,12 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
-from replay_patch.rebinding import with_globals
+from replay_patch.rebinding import globals_of, with_globals
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUTER = "megatron.core.transformer.moe.router"
@@ -74,16 +75,32 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.compiling import opaque
     from replay_patch.running import astray, refuse_astray, running
 
+    asking: dict[int, _Call] = {}  # by thread
+    clone: Any = None
+    seen: list[Any] = []  # the globals that the clone was made with
+
     @opaque
     def select(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        replay = running.get(threading.get_ident())
+        nonlocal clone, seen
+        thread = threading.get_ident()
+        replay = running.get(thread)
         if replay is None:
             refuse_astray()
             return original(*args, **kwargs)
         if kwargs.get("fused"):
             selection.warn_unfused(replay)
             kwargs = {**kwargs, "fused": False}
-        return _with_selection(original, replay)(*args, **kwargs)
+        now = globals_of(original)
+        if clone is None or any(a is not b for a, b in zip(now, seen, strict=True)):
+            clone, seen = _with_selection(original, asking), now
+        outer, asking[thread] = asking.get(thread), _Call(replay)
+        try:
+            return clone(*args, **kwargs)
+        finally:
+            if outer is None:
+                del asking[thread]
+            else:
+                asking[thread] = outer
 
     @functools.wraps(original, updated=())
     def topk_function(*args: Any, **kwargs: Any) -> Any:
@@ -94,16 +111,19 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
     return topk_function
 
 
-def _with_selection(original: Any, replay: Any) -> Callable[..., Any]:
-    """`original` with its first `torch.topk` or `group_limited_topk` answered by `replay`."""
+@dataclass
+class _Call:
+    """One call of the top-k function: who is asked, and whether it has been."""
+
+    replay: Any
+    answered: bool = False
+
+
+def _with_selection(original: Any, asking: dict[int, _Call]) -> Callable[..., Any]:
+    """`original` with the first `torch.topk` or `group_limited_topk` of a call answered by the
+    replay object of the call."""
     names = inspect.unwrap(original).__globals__
     torch, group_limited_topk = names["torch"], names["group_limited_topk"]
-    answered = False
-
-    def choose(scores: Any, topk: int, groups: tuple[Any, Any], native: Any) -> Any:
-        nonlocal answered
-        answered = True
-        return replay.get_replay_topk(scores, topk, *groups, native)
 
     class Torch:
         """torch, but for the selection. Capacity uses topk, too, later and along dim 0."""
@@ -116,16 +136,20 @@ def _with_selection(original: Any, replay: Any) -> Callable[..., Any]:
             def native(scores: Any, topk: int, *_: Any, **__: Any) -> Any:
                 return torch.topk(scores, k=topk, dim=dim, **kwargs)
 
-            if answered or dim not in (1, -1) or scores.dim() != 2:
+            call = asking[threading.get_ident()]
+            if call.answered or dim not in (1, -1) or scores.dim() != 2:
                 return native(scores, k)
-            return choose(scores, k, (None, None), native)
+            call.answered = True
+            return call.replay.get_replay_topk(scores, k, None, None, native)
 
     def grouped(**kwargs: Any) -> Any:
         def native(scores: Any, *_: Any, **__: Any) -> Any:
             return group_limited_topk(**kwargs | {"scores": scores})
 
+        call = asking[threading.get_ident()]
+        call.answered = True
         groups = (kwargs["num_groups"], kwargs["group_topk"])
-        return choose(kwargs["scores"], kwargs["topk"], groups, native)
+        return call.replay.get_replay_topk(kwargs["scores"], kwargs["topk"], *groups, native)
 
     return with_globals(original, {"torch": Torch(), "group_limited_topk": grouped})
 

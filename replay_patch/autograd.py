@@ -83,7 +83,8 @@ class Tracker:
                 "torch 2.1 or later, or no recompute",
             )
         hooks = chunk._forward_pre_hooks.values()
-        if any(isinstance(getattr(hook, "__self__", None), Tracker) for hook in hooks):
+        trackers = [getattr(hook, "__self__", None) for hook in hooks]
+        if any(isinstance(t, Tracker) and t._chunk() is chunk for t in trackers):
             refuse("the model is in a session already", "one at a time for one model")
         self._recompute = recompute
         self._chunk = weakref.ref(chunk)
@@ -183,8 +184,11 @@ class Tracker:
             )
         return entry
 
+    def __deepcopy__(self, memo: Any) -> "Tracker":
+        return self  # hooked to a copy of the chunk, where it does nothing
+
     def _before(self, chunk: Any, args: Any) -> None:
-        entry = self._current
+        entry = self._current if chunk is self._chunk() else None
         if entry is None or entry.start is not None or not KNOWS or in_backward():
             return
         if entry.keep and torch.is_grad_enabled():
@@ -194,7 +198,7 @@ class Tracker:
             self._entries = [self._entries[i] for i in alive] + [weakref.ref(entry)]
 
     def _after(self, chunk: Any, args: Any, output: Any) -> None:
-        entry = self._current
+        entry = self._current if chunk is self._chunk() else None
         if entry is None or in_backward():
             return
         self._current = None

@@ -7,7 +7,6 @@ as they are, and the config flag is not needed.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +15,8 @@ from replay_patch import autograd, selection
 from replay_patch.compiling import opaque
 from replay_patch.config import router_cuda_graph
 from replay_patch.microbatch import Microbatch
+from replay_patch.running import check_selecting
 from replay_patch.targets import refuse
-
-
-class SessionAction(Enum):
-    """The one action of a `SessionReplay`."""
-
-    SESSION = selection.SESSION
 
 
 class SessionReplay:
@@ -35,7 +29,7 @@ class SessionReplay:
         report: of a replaying session.
     """
 
-    router_replay_action = SessionAction.SESSION
+    router_replay_action = selection.SESSION
     mtp_depth = 0
 
     def __init__(self, router: Any, place: int, tracker: autograd.Tracker, report: Any) -> None:
@@ -45,32 +39,25 @@ class SessionReplay:
         self.tracker, self.report = tracker, report
         self.microbatch: Microbatch | None = None
         self.recomputing = self.keep = False
+        self._seen: set[int] = set()
         self.selections = 0
 
-    def begin(self, num_tokens: int | None) -> Callable[[], None]:
+    def begin(self) -> Callable[[], None]:
         """Find the microbatch of the router call that begins.
-
-        Args:
-            num_tokens: rows of the call, if known.
 
         Returns:
             What takes back the call's traces if it fails.
 
         Raises:
-            RouteError: it cannot be known, or has another number of rows.
+            RouteError: it cannot be known.
         """
         entry, self.recomputing = self.tracker.find(self)
-        self.microbatch, self.keep = entry.data, entry.keep
-        if num_tokens is not None and num_tokens != entry.data.num_rows:
-            entry.seen.discard(self.place)
-            self.microbatch = None
-            refuse(
-                f"{num_tokens} rows in microbatch {entry.number}",
-                f"{entry.data.num_rows}, as its layout says (sequence and context parallelism "
-                "included)",
-                self,
-            )
-        return self._nothing if self.recomputing else lambda: entry.seen.discard(self.place)
+        self.microbatch, self.keep, self._seen = entry.data, entry.keep, entry.seen
+        return self._undo
+
+    def _undo(self) -> None:
+        if not self.recomputing:
+            self._seen.discard(self.place)
 
     def get_replay_topk(
         self,
@@ -84,10 +71,6 @@ class SessionReplay:
         if default_compute_topk is None:
             refuse("get_replay_topk() without default_compute_topk", "the native selection", self)
         return _choose(self, scores, topk, num_groups, group_topk, default_compute_topk)
-
-    @staticmethod
-    def _nothing() -> None:
-        """A recompute leaves no trace."""
 
     def __reduce__(self) -> Any:
         # A copy of the model, or a checkpoint of it, is not in the session.
@@ -122,6 +105,7 @@ def check_router(router: Any) -> None:
             "graphs off, or the MoE router outside of them",
             where,
         )
+    check_selecting(router, where)
     refuse_unknown(type(router))
 
 

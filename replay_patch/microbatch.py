@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def replayed(
     topk: int,
     device: Any,
     sampled: bool,
-    padding: Tensor,
+    padding: Any,
 ) -> Microbatch:
     """A microbatch that takes these routes.
 
@@ -78,41 +79,42 @@ def replayed(
         topk: K of the model.
         device: of the model.
         sampled: whether the overlap with native routes is to be measured.
-        padding: int64 [L, P, K], the experts of the P rows of padding.
+        padding: int [L, P, K], the experts of the P rows of padding.
 
     Raises:
         RouteError: routes that do not fit the sequences or the model.
     """
     check(routes, lengths, num_experts, topk)
-    num_layers = routes[0].num_layers if routes else padding.shape[0]
-    tokens = sum(lengths)
-    table = torch.zeros(tokens, num_layers, topk, dtype=ids_dtype(num_experts))
-    known = torch.zeros(tokens, dtype=torch.bool)
+    num_layers, tokens = len(padding), sum(lengths)
+    # In numpy: it is host work, and a profile of the schedule shows none of it as torch's.
+    table = np.zeros((tokens, num_layers, topk), _numpy_dtype(num_experts))
+    known = np.zeros(tokens, np.bool_)
     first = 0
     for one, length in zip(routes, lengths, strict=True):
         piece = slice(first + one.start, first + one.start + one.num_tokens)
-        table[piece] = one.expert_ids
-        known[piece] = one.captured
+        table[piece] = one.expert_ids.numpy()
+        known[piece] = one.captured.numpy()
         first += length
 
-    real = rows >= 0
-    if tokens:
-        taken = rows.clamp(min=0)
-        captured = known.index_select(0, taken) & real
-        ids = table.index_select(0, taken).transpose(0, 1).contiguous()
-    else:
-        captured = real
-        ids = torch.zeros(num_layers, len(rows), topk, dtype=table.dtype)
-    ids[:, ~real] = padding.to(ids.dtype)
+    token = rows.numpy()
+    real = token >= 0
+    ids = np.empty((num_layers, len(token), topk), table.dtype)
+    ids[:, real] = table[token[real]].swapaxes(0, 1)
+    ids[:, ~real] = padding
+    captured = np.zeros_like(real)
+    captured[real] = known[token[real]]
     holes = real & ~captured
-    counts = tuple(int(kind.sum()) for kind in (captured, holes, ~real))
-    on_device = to_device(ids, device)
+    counts = tuple(int(np.count_nonzero(kind)) for kind in (captured, holes, ~real))
+
+    def column(kind: Any) -> Tensor:
+        return to_device(torch.from_numpy(kind[:, None]), device)
+
     return Microbatch(
-        num_rows=len(rows),
-        dtype=ids.dtype,
-        ids=list(on_device.unbind(0)),
-        holes=to_device(holes.unsqueeze(1), device) if counts[1] else None,
-        captured=to_device(captured.unsqueeze(1), device) if sampled and counts[0] else None,
+        num_rows=len(token),
+        dtype=ids_dtype(num_experts),
+        ids=list(to_device(torch.from_numpy(ids), device).unbind(0)),
+        holes=column(holes) if counts[1] else None,
+        captured=column(captured) if sampled and counts[0] else None,
         counts=(counts[0], counts[1], counts[2]),
     )
 
@@ -152,7 +154,7 @@ def in_layers(
 
 def padding_ids(
     num_layers: int, num_rows: int, topk: int, num_experts: int, ep_size: int, first: int
-) -> Tensor:
+) -> Any:
     """Distinct experts for rows of padding, so that no expert and no rank gets more than others.
 
     Consecutive choices go around the expert-parallel ranks; any window of them differs by at most
@@ -167,13 +169,17 @@ def padding_ids(
         first: where to begin; each layer goes on where the last one ended.
 
     Returns:
-        int64 [L, P, K].
+        An int64 array [L, P, K].
     """
     local = num_experts // ep_size if num_experts % ep_size == 0 else num_experts
-    choice = torch.arange(first, first + num_layers * num_rows * topk) % num_experts
+    choice = np.arange(first, first + num_layers * num_rows * topk) % num_experts
     ranks = num_experts // local
     ids = choice % ranks * local + choice // ranks
     return ids.reshape(num_layers, num_rows, topk)
+
+
+def _numpy_dtype(num_experts: int) -> Any:
+    return np.dtype(str(ids_dtype(num_experts)).removeprefix("torch."))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ The function is neither copied as text nor re-implemented, its module is not cha
 threads see nothing. Functions that it defines inside see the same names.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ def with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
     """`function` with `names` in place of its globals of the same names.
 
     Wrappers (along `__wrapped__`) are kept, and run around it. The other globals are taken as they
-    are now: make one for each call.
+    are now: make another one when `globals_of(function)` has changed.
 
     Raises:
         LookupError: it is no Python function, or a wrapper that holds what it wraps neither in its
@@ -33,6 +34,21 @@ def with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
         where = f"{function.__module__}.{function.__qualname__}"
         raise LookupError(f"{where} wraps a function that it does not hold")
     return _clone(function, {**own, **held}, closure)
+
+
+def globals_of(function: Any) -> list[Any]:
+    """The values of all global names that `function`, and what it wraps, refer to now."""
+    values: list[Any] = []
+    while function is not None:
+        values += map(function.__globals__.get, _names(function.__code__))
+        function = getattr(function, "__wrapped__", None)
+    return values
+
+
+@functools.cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
 
 
 def _clone(function: Any, names: dict[str, Any], closure: Any) -> Callable[..., Any]:

@@ -36,9 +36,11 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
             the replay object is what it was before.
     """
     replay = router.router_replay
-    num_tokens = _check_before(router, replay, kwargs.get("input", args[0] if args else None))
-    in_session = kind_of(replay) == SESSION
-    undo = replay.begin(num_tokens) if in_session else _begin(router, replay, num_tokens)
+    in_session = replay.router_replay_action is SESSION
+    if in_session:
+        undo = replay.begin()
+    else:
+        undo = _begin(router, replay, kwargs.get("input", args[0] if args else None))
     selections = replay.selections
     thread = threading.get_ident()
     outer = running.get(thread)
@@ -74,10 +76,20 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
             running[thread] = outer
 
 
-def _begin(router: Any, replay: Any, num_tokens: int | None) -> Callable[[], None]:
-    """Check the target of a call that begins; returns what takes back the call's traces."""
+def _begin(router: Any, replay: Any, hidden: Any) -> Callable[[], None]:
+    """Check what can be known before the release's own code runs and counts losses.
+
+    Returns:
+        What takes back the call's traces if it fails.
+    """
+    check_selecting(router, replay)
     kind = kind_of(replay)
     if kind != RECORD:
+        check_capture(replay)
+        num_tokens = None
+        # alltoall_seq (0.12) gathers the rows of all tensor-parallel ranks inside the router.
+        if hidden is not None and router.config.moe_token_dispatcher_type != "alltoall_seq":
+            num_tokens = hidden.shape[:-1].numel()
         experts = router.config.num_moe_experts
         targets.check(target_of(replay, kind), replay, experts, router.topk, num_tokens)
     before = {name: getattr(replay, name) for name in ("recorded_topk_idx", "native_rows")}
@@ -90,29 +102,29 @@ def _begin(router: Any, replay: Any, num_tokens: int | None) -> Callable[[], Non
     return undo
 
 
-def _check_before(router: Any, replay: Any, hidden: Any) -> int | None:
-    """What can be known before the release's own code runs and counts losses.
+def check_selecting(router: Any, where: Any) -> None:
+    """Raise RouteError for a router that does not select by top-k.
 
-    Returns:
-        T, if it is known.
+    Args:
+        where: has its layer number, for the message.
     """
     if router.routing_type in ("sinkhorn", "quantile_balancing"):
         refuse(
             f"moe_router_load_balancing_type={router.routing_type!r}",
             "a router that selects by top-k; that one cannot be recorded or replayed",
-            replay,
+            where,
         )
+
+
+def check_capture(where: Any = None) -> None:
+    """Raise RouteError while a CUDA graph is being captured."""
     cuda: Any = torch.cuda
-    if kind_of(replay) != RECORD and cuda.is_initialized() and cuda.is_current_stream_capturing():
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
         refuse(
             "a CUDA graph is being captured around a replaying router",
             "no graph: it would replay the ids of the capture for ever",
-            replay,
+            where,
         )
-    # alltoall_seq (0.12) gathers the rows of all tensor-parallel ranks inside the router.
-    if hidden is None or router.config.moe_token_dispatcher_type == "alltoall_seq":
-        return None
-    return int(hidden.shape[:-1].numel())
 
 
 def note_gating(replay: Any) -> None:

@@ -176,7 +176,7 @@ class Replaying(Session):
             config.moe_router_topk,
             stage.device,
             bool(self._overlap_every and len(stage.seen) % self._overlap_every == 0),
-            self._experts_for_padding(stage, int((rows < 0).sum())),
+            self._experts_for_padding(stage, int((rows.numpy() < 0).sum())),
         )
         return self._loaded(stage, microbatch, layout)
 
@@ -185,7 +185,7 @@ class Replaying(Session):
             self._all_layers = routers.moe_layers(config)
         return self._all_layers
 
-    def _experts_for_padding(self, stage: Stage, num_rows: int) -> Tensor:
+    def _experts_for_padding(self, stage: Stage, num_rows: int) -> Any:
         config = stage.config
         topk: int = config.moe_router_topk
         if self._padding is None:
@@ -198,5 +198,5 @@ class Replaying(Session):
             config.expert_model_parallel_size,
             self._padding,
         )
-        self._padding += ids.numel()
+        self._padding += ids.size
         return ids

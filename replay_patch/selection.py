@@ -6,6 +6,7 @@ tokens, E experts, K top-k.
 """
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,8 +17,15 @@ from replay_patch.targets import describe, refuse, warn_once
 
 # Values of RouterReplayAction, Megatron's and ours alike.
 RECORD, REPLAY_FORWARD, REPLAY_BACKWARD = "record", "replay_forward", "replay_backward"
-# Of a router in a recording() or replaying() block (`replay_patch.session`).
-SESSION = "session"
+
+
+class SessionAction(Enum):
+    """The one action of a router in a recording() or replaying() block."""
+
+    SESSION = "session"
+
+
+SESSION = SessionAction.SESSION
 
 
 def choose(
@@ -41,17 +49,13 @@ def choose(
     Raises:
         RouteError: no target, or a target that does not fit; the replay object is unchanged.
     """
-    kind = kind_of(replay)
-    if kind == SESSION:
-
-        def pick() -> Tensor:
-            return native(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
-
+    if replay.router_replay_action is SESSION:
         # Gathered in every pass: a recompute must save as many tensors as the first forward.
-        ids = _in_session(replay, scores, topk, pick)
+        ids = _in_session(replay, scores, topk, num_groups, group_topk, native)
         replay.selections += 1
         return scores.gather(1, ids), ids
 
+    kind = kind_of(replay)
     if kind == RECORD:
         values, ids = native(scores, topk, num_groups=num_groups, group_topk=group_topk)
         replay.record_indices(ids)
@@ -74,13 +78,16 @@ def choose(
     return scores.gather(1, ids), ids
 
 
-def _in_session(replay: Any, scores: Tensor, topk: int, pick: Callable[[], Tensor]) -> Tensor:
+def _in_session(
+    replay: Any,
+    scores: Tensor,
+    topk: int,
+    num_groups: int | None,
+    group_topk: int | None,
+    native: Callable[..., tuple[Tensor, Tensor]],
+) -> Tensor:
     """int64 [T, K]: captured -> replayed; hole -> the native pick, kept for the recompute;
-    padding -> spread evenly (already among the ids).
-
-    Args:
-        pick: gives the native choice.
-    """
+    padding -> spread evenly (already among the ids)."""
     microbatch, place = replay.microbatch, replay.place
     if microbatch is None:
         refuse(
@@ -88,28 +95,31 @@ def _in_session(replay: Any, scores: Tensor, topk: int, pick: Callable[[], Tenso
             "a call of the router: elsewhere its microbatch is not known",
             replay,
         )
-    if scores.shape[0] != microbatch.num_rows:
+    if len(scores) != microbatch.num_rows:
         refuse(
-            f"{scores.shape[0]} router rows", f"{microbatch.num_rows}, as the layout says", replay
+            f"{len(scores)} router rows",
+            f"{microbatch.num_rows}, as the layout says (sequence and context parallelism "
+            "included)",
+            replay,
         )
     kept = microbatch.ids[place]
     if kept is None:  # recording, first forward
-        picked = pick()
+        picked = native(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
         microbatch.ids[place] = picked.to(microbatch.dtype)
         return picked
+    ids: Tensor = kept.to(scores.device, torch.int64)
+    if replay.recomputing or replay.report is None:
+        return ids
     if kept.shape[1] != topk:
         refuse(f"{kept.shape[1]} experts per token", f"topk={topk}", replay)
-    ids: Tensor = kept.to(scores.device, torch.int64)
-    if replay.report is None or replay.recomputing:
-        return ids
     holes, captured = microbatch.holes, microbatch.captured
     if holes is not None or captured is not None:
-        native = pick()
+        picked = native(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
         if captured is not None:
             rows = microbatch.counts[0]
-            replay.report.compare(replay.layer_number, ids, native, captured, rows)
+            replay.report.compare(replay.layer_number, ids, picked, captured, rows)
         if holes is not None:
-            ids = torch.where(holes, native, ids)
+            ids = torch.where(holes, picked, ids)
             if replay.keep:
                 kept.copy_(ids)
     replay.report.count(*microbatch.counts)
@@ -135,7 +145,7 @@ def refuse_precomputed(replay: Any) -> None:
 def kind_of(replay: Any) -> str:
     """The value of its action. Raises RouteError if that is none."""
     kind = getattr(replay.router_replay_action, "value", None)
-    if kind not in (RECORD, REPLAY_FORWARD, REPLAY_BACKWARD, SESSION):
+    if kind not in (RECORD, REPLAY_FORWARD, REPLAY_BACKWARD):
         refuse(f"action {replay.router_replay_action!r}", "a RouterReplayAction", replay)
     return str(kind)
 

@@ -16,6 +16,7 @@ from replay_patch.bound import SessionReplay, check_router
 from replay_patch.errors import RouteError
 from replay_patch.microbatch import Microbatch
 from replay_patch.probe import Probe
+from replay_patch.running import check_capture
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Session:
         Raises:
             RouteError: outside of the block, in another thread, or not a chunk of this model.
         """
+        check_capture()
         if self._state != "entered":
             self._refuse(f"load() in a session that is {self._state}", "load() in its with-block")
         thread = threading.get_ident()

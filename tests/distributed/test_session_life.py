@@ -1,0 +1,243 @@
+"""Entering and leaving: a session leaves nothing, and touches no other model. One process."""
+
+import contextlib
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from helpers import sessions
+from helpers.schedules import LAYERS, LENGTH, MICROBATCHES, ONE_PROCESS, WIDTH
+from helpers.sessions import K
+from helpers.single import FULL, alone, build, layout, logits_of, replayed, whole_routes
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from torch import Tensor
+
+from replay_patch import RouteError, recording, replaying
+from replay_patch import autograd as tracking
+from replay_patch.bound import SessionReplay
+from replay_patch.microbatch import Microbatch
+
+
+def left_behind() -> list[Any]:
+    gc.collect()
+    kinds = (Microbatch, tracking.Entry, SessionReplay, tracking.Tracker)
+    return [type(o).__name__ for o in gc.get_objects() if isinstance(o, kinds)]
+
+
+# --- nothing is left ----------------------------------------------------------------------------
+
+
+@alone
+def test_after_a_schedule_all_is_as_before() -> None:
+    for flag in (False, True):
+        model = build(enable_routing_replay=flag, **FULL)
+        before = {n: r.router_replay for n, r in sessions.routers_of([model]).items()}
+        hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+
+        outcome = sessions.run(ONE_PROCESS, [model], [NO_TRUTH], forward_only=False)
+
+        assert outcome.losses
+        for number, router in sessions.routers_of([model]).items():
+            assert router.router_replay is before[number]
+            assert ("router_replay" in vars(router)) or before[number] is None
+        assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+        assert left_behind() == []
+        assert tracking.ended == {}
+
+
+NO_TRUTH = sessions.Truth(
+    torch.zeros(LAYERS, MICROBATCHES, LENGTH * WIDTH, 16), torch.zeros(0), [], {}
+)
+
+
+@alone
+def test_forward_only_replay_keeps_one_microbatch_at_most() -> None:
+    model = build(**FULL)
+    alive: list[int] = []
+
+    with torch.no_grad(), replaying(model) as replay:
+        for seed in range(4):
+            replay.load(model, whole_routes(seed), layout())
+            alive.append(left_behind().count("Microbatch"))
+            logits_of(model, seed)
+            alive.append(left_behind().count("Microbatch"))
+
+    assert alive == [1, 0] * 4
+
+
+@alone
+def test_training_keeps_the_microbatches_in_flight() -> None:
+    model = build(**FULL)
+    alive: list[int] = []
+
+    with replaying(model) as replay:
+        outputs = []
+        for seed in range(3):
+            replay.load(model, whole_routes(seed), layout())
+            outputs.append(logits_of(model, seed))
+            alive.append(left_behind().count("Microbatch"))
+        for output in outputs:
+            output.sum().backward()
+        del output, outputs
+        alive.append(left_behind().count("Microbatch"))
+
+    assert alive == [1, 2, 3, 0]
+
+
+@alone
+def test_what_is_held_is_compact() -> None:
+    model = build()
+    with replaying(model) as replay:
+        replay.load(model, whole_routes(), layout())
+        [held] = [o for o in gc.get_objects() if isinstance(o, Microbatch)]
+        assert [ids.dtype for ids in held.ids] == [torch.uint8] * LAYERS
+        assert held.ids[0].untyped_storage().nbytes() == LAYERS * LENGTH * WIDTH * K
+        logits_of(model)
+
+
+@alone
+def test_many_schedules_leave_nothing() -> None:
+    model = build(**FULL)
+    model.zero_grad()
+    counts = []
+    for number in range(40):
+        with replaying(model) as replay:
+            replay.load(model, whole_routes(), layout())
+            logits_of(model).sum().backward()
+        with recording(model) as record:
+            record.load(model, layout())
+            logits_of(model).sum().backward()
+        if number in (4, 39):
+            del replay, record
+            gc.collect()
+            counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+    assert counts[0] == counts[1]
+
+
+# --- exceptions ---------------------------------------------------------------------------------
+
+
+class Oops(Exception):
+    pass
+
+
+@alone
+def test_an_exception_anywhere_ends_the_session() -> None:
+    model = build(**FULL)
+    routers = sessions.routers_of([model])
+
+    def fail(*_: Any) -> None:
+        raise Oops
+
+    def in_forward(out: Any) -> None:
+        hook = routers[3].register_forward_hook(fail)
+        try:
+            logits_of(model)
+        finally:
+            hook.remove()
+
+    def in_recompute(out: Any) -> None:
+        hook = routers[2].register_forward_hook(fail)
+        try:
+            out.sum().backward()
+        finally:
+            hook.remove()
+
+    def after_it(out: Any) -> None:
+        fail()
+
+    for where in (in_forward, in_recompute, after_it):
+        with pytest.raises(Oops), replaying(model) as replay:  # noqa: PT012
+            replay.load(model, whole_routes(), layout())
+            out = None if where is in_forward else logits_of(model)
+            where(out)
+        out = None
+        del replay
+        assert left_behind() == []
+        assert not any(isinstance(r.router_replay, SessionReplay) for r in routers.values())
+
+    with replaying(model) as replay, sessions.noted(routers) as calls:
+        replay.load(model, whole_routes(5), layout())
+        logits_of(model, 5).sum().backward()
+    assert replayed(calls, whole_routes(5))
+    assert len(calls) == 2 * LAYERS
+
+
+# --- several models -----------------------------------------------------------------------------
+
+
+@alone
+def test_entering_twice_is_refused_and_the_first_goes_on() -> None:
+    model = build()
+    routes = whole_routes()
+
+    with replaying(model) as replay, sessions.noted(sessions.routers_of([model])) as calls:
+        for other in (recording, replaying):
+            with pytest.raises(RouteError, match=r"layer 1: the model is in a session already"):
+                other(model).__enter__()
+        replay.load(model, routes, layout())
+        logits_of(model)
+
+    assert replayed(calls, routes)
+    with pytest.raises(RouteError, match=r"entered again \(over\)"):
+        replay.__enter__()
+
+
+@alone
+def test_two_models_are_in_sessions_at_once_and_a_third_is_native() -> None:
+    actor, other, critic = build(**FULL), build(**FULL), build(**FULL)
+    routes = {actor: whole_routes(1), other: whole_routes(2)}
+    noted = {m: sessions.noted(sessions.routers_of([m])) for m in (actor, other, critic)}
+    with contextlib.ExitStack() as stack:
+        calls = {model: stack.enter_context(noted[model]) for model in noted}
+        logits_of(critic).sum().backward()
+        native = calls[critic][:]
+        session = {model: stack.enter_context(replaying(model)) for model in (actor, other)}
+        losses = []
+        for model in (actor, critic, other):
+            if model is not critic:
+                session[model].load(model, routes[model], layout())
+            losses.append(logits_of(model).sum())
+        sum(losses).backward()
+
+    for model in (actor, other):
+        assert len(calls[model]) == 2 * LAYERS
+        assert replayed(calls[model], routes[model])
+    again = calls[critic][len(native) :]
+    assert len(again) == len(native)
+    assert all(torch.equal(a.map, b.map) for a, b in zip(native, again, strict=True))
+
+
+@alone
+def test_a_copy_made_in_a_session_is_native() -> None:
+    for flag in (True, False):
+        model = build(enable_routing_replay=flag)
+        [router, *_] = sessions.routers_of([model]).values()
+        before = router.router_replay
+        with recording(model):
+            copied = copy.deepcopy(router.router_replay)
+            hooks = copy.deepcopy(model._forward_hooks)
+        assert type(copied) is type(before)
+        # The rest of a model cannot be copied: it holds process groups.
+        model._forward_hooks = hooks
+        with recording(model) as record:
+            record.load(model, layout())
+            logits_of(model)
+
+
+@alone
+def test_the_low_level_interface_is_refused_in_a_session() -> None:
+    model = build(enable_routing_replay=True)
+    replay = sessions.routers_of([model])[1].router_replay
+
+    with recording(model) as record:
+        with pytest.raises(RouteError, match=r"in a recording\(\) or replaying\(\) block"):
+            replay.set_router_replay_action(RouterReplayAction.RECORD)
+        record.load(model, layout())
+        logits_of(model)
+
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    with pytest.raises(RouteError, match="clear_router_replay_action"), recording(model):
+        pass
