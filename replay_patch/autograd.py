@@ -230,12 +230,15 @@ def in_backward() -> bool:
 ended: dict[int, "weakref.ref[Entry]"] = {}
 """Entries of sessions that are over, while their graph lives."""
 
+any_ended = [False]
+"""Whether there are some: what a compiled router may look at without a guard on each entry."""
+
 
 def check_ended(router: Any) -> None:
     """Refuse the recompute of a forward that ran in a session, now that the session is over.
 
     Args:
-        router: a router that is not in a session; called only while `ended` is not empty.
+        router: a router that is not in a session; called only while `any_ended`.
     """
     if not in_backward():
         return
@@ -253,8 +256,10 @@ def _remember(entry: Entry) -> None:
 
     def forget(_: Any) -> None:
         ended.pop(key, None)
+        any_ended[0] = bool(ended)
 
     ended[key] = weakref.ref(entry, forget)
+    any_ended[0] = True
 
 
 def _refuse_ended(number: int, replay: Any) -> None:
