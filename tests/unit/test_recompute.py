@@ -187,6 +187,52 @@ def test_checkpoints_inside_of_checkpoints_are_refused() -> None:
         run(chunk, tracker, 0).sum().backward()
 
 
+def test_so_they_are_though_a_device_thread_has_numbers_of_its_own() -> None:
+    chunk, tracker = tracked()
+    first, _ = chunk.routers
+
+    def nested(x: Tensor) -> Tensor:
+        def inner(y: Tensor) -> Tensor:
+            return checkpoint(first, y, use_reentrant=False)
+
+        return checkpoint(inner, x, use_reentrant=True)
+
+    chunk.forward = lambda x: nested(x * chunk.weight)  # type: ignore[method-assign]
+    other = run(chunk, tracker, 0)
+    [entry] = other.grad_fn.metadata["replay_patch"]
+    loss = run(chunk, tracker, 1).sum()
+    errors: list[Any] = []
+
+    def backward() -> None:
+        # The recompute's nodes get numbers that are those of microbatch 0 in the main thread.
+        while torch.autograd._get_sequence_nr() < entry.start:
+            (chunk.weight * 1).detach()
+        try:
+            loss.backward()
+        except RouteError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+
+    assert [call for call in first.calls if call[1]] == [(1, True)]  # and not microbatch 0
+    assert "layer 1: a checkpoint inside the recompute of another one" in errors[0]
+
+
+def test_after_a_backward_that_failed_the_next_one_is_right() -> None:
+    chunk, tracker = tracked()
+    loss = run(chunk, tracker, 0).sum()
+    hook = chunk.routers[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+
+    run(chunk, tracker, 1).sum().backward()
+
+    assert chunk.routers[0].calls[-1] == (1, True)
+
+
 def test_a_router_is_called_once_for_each_load() -> None:
     chunk, tracker = tracked()
     tracker.load(7)
