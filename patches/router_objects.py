@@ -79,12 +79,12 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.compiling import opaque
 
     run = opaque(running.run)
-    ended, check_ended = autograd.ended, opaque(autograd.check_ended)
+    any_ended, check_ended = autograd.any_ended, opaque(autograd.check_ended)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # getattr: a stranger's wrapper may keep this one in place after deactivate().
         replay = getattr(self, "router_replay", None)
-        if ended:
+        if any_ended[0]:
             check_ended(self)
         if replay is None or replay.router_replay_action is None:
             return original(self, *args, **kwargs)

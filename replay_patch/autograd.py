@@ -11,16 +11,16 @@ What cannot be known raises.
 """
 
 import bisect
-import dataclasses
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.autograd import Variable
 
+from replay_patch.outputs import graph_nodes
 from replay_patch.targets import refuse
 
 # Private, and in every torch from 2.1 on; where one is missing, recompute is refused.
@@ -87,12 +87,13 @@ class Tracker:
         if any(isinstance(t, Tracker) and t._chunk() is chunk for t in trackers):
             refuse("the model is in a session already", "one at a time for one model")
         self._recompute = recompute
-        self._chunk = weakref.ref(chunk)
+        self._chunk: Any = weakref.ref(chunk)
         self._current: Entry | None = None
         self._thread: int | None = None
         self._loads = 0
         self._starts: list[int] = []  # rising; of the forwards below
         self._entries: list[weakref.ref[Entry]] = []
+        self._backwards: set[int] = set()  # that run, and have recomputed a router
         self._hooks = [
             chunk.register_forward_pre_hook(self._before),
             chunk.register_forward_hook(self._after),
@@ -138,6 +139,7 @@ class Tracker:
                 "load() of one microbatch before each forward of a chunk",
                 replay,
             )
+        self._backwards.clear()  # one that failed has not said that it is over
         if place in entry.seen:
             refuse(
                 f"a second forward of this router for microbatch {entry.number}",
@@ -159,7 +161,8 @@ class Tracker:
             _remember(entry)
 
     def _recomputed(self, replay: Any) -> Entry:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._nested():
+            # Its node may be one of the outer recompute, with a number of another thread.
             refuse(
                 "a checkpoint inside the recompute of another one",
                 "activation checkpoints that are not nested",
@@ -184,6 +187,17 @@ class Tracker:
             )
         return entry
 
+    def _nested(self) -> bool:
+        """Whether this backward runs inside another one that has recomputed a router."""
+        backward = _graph_task()
+        if backward not in self._backwards:
+            if self._backwards:
+                return True
+            self._backwards.add(backward)
+            over = functools.partial(self._backwards.discard, backward)
+            Variable._execution_engine.queue_callback(over)
+        return False
+
     def __deepcopy__(self, memo: Any) -> "Tracker":
         return self  # hooked to a copy of the chunk, where it does nothing
 
@@ -206,7 +220,7 @@ class Tracker:
             return
         entry.end = _next_number()
         anchored = False
-        for node in _nodes(output):
+        for node in graph_nodes(output):
             entries = node.metadata.setdefault(_ANCHOR, [])
             if entry not in entries:
                 entries.append(entry)
@@ -230,12 +244,15 @@ def in_backward() -> bool:
 ended: dict[int, "weakref.ref[Entry]"] = {}
 """Entries of sessions that are over, while their graph lives."""
 
+any_ended = [False]
+"""Whether there are some: what a compiled router may look at without a guard on each entry."""
+
 
 def check_ended(router: Any) -> None:
     """Refuse the recompute of a forward that ran in a session, now that the session is over.
 
     Args:
-        router: a router that is not in a session; called only while `ended` is not empty.
+        router: a router that is not in a session; called only while `any_ended`.
     """
     if not in_backward():
         return
@@ -253,8 +270,10 @@ def _remember(entry: Entry) -> None:
 
     def forget(_: Any) -> None:
         ended.pop(key, None)
+        any_ended[0] = bool(ended)
 
     ended[key] = weakref.ref(entry, forget)
+    any_ended[0] = True
 
 
 def _refuse_ended(number: int, replay: Any) -> None:
@@ -266,37 +285,3 @@ def _refuse_ended(number: int, replay: Any) -> None:
                 "the backward inside the recording() or replaying() block of its forward",
                 replay,
             )
-
-
-# --- the nodes that keep an entry alive -------------------------------------------------------
-
-
-def _nodes(output: Any) -> Iterator[Any]:
-    """The graph's nodes at the output, and those just below.
-
-    Both, because an in-place operation on a view (`logits.div_(temperature)`) gives it a new node
-    in the place of the old one. Not AccumulateGrad, which may live as long as the parameter.
-    """
-    for tensor in _tensors(output, 0):
-        top = tensor.grad_fn
-        if top is not None:
-            for node in (top, *(below for below, _ in top.next_functions)):
-                if node is not None and not hasattr(node, "variable"):
-                    yield node
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    parts: Any = ()
-    if depth > 8:  # no model output is that deep; a structure that holds itself is
-        return
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    for part in parts:
-        yield from _tensors(part, depth + 1)

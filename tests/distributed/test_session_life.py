@@ -1,5 +1,6 @@
 """Entering and leaving: a session leaves nothing, and touches no other model. One process."""
 
+import collections
 import contextlib
 import copy
 import gc
@@ -7,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import sessions
+from helpers import schedules, sessions
 from helpers.schedules import LAYERS, LENGTH, MICROBATCHES, ONE_PROCESS, WIDTH
 from helpers.sessions import K
 from helpers.single import FULL, alone, build, layout, logits_of, replayed, whole_routes
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replay_patch import RouteError, recording, replaying
 from replay_patch import autograd as tracking
@@ -102,18 +104,68 @@ def test_many_schedules_leave_nothing() -> None:
     model = build(**FULL)
     model.zero_grad()
     counts = []
-    for number in range(40):
+    for number in range(20):
         with replaying(model) as replay:
             replay.load(model, whole_routes(), layout())
             logits_of(model).sum().backward()
         with recording(model) as record:
             record.load(model, layout())
             logits_of(model).sum().backward()
-        if number in (4, 39):
+        if number in (4, 19):
             del replay, record
             gc.collect()
             counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
     assert counts[0] == counts[1]
+
+
+class Waiting(TorchDispatchMode):
+    """Counts the operations that would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indexed = name.startswith("index") and any(
+            isinstance(i, Tensor) and i.dtype is torch.bool
+            for arg in args
+            if isinstance(arg, (list, tuple))
+            for i in arg
+        )
+        if indexed or name in (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "is_nonzero",
+            "equal",
+            "_unique2",
+            "unique_dim",
+        ):
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
+
+
+@alone
+def test_a_schedule_waits_for_no_device() -> None:
+    model = build(**FULL)
+    given = sessions.batches(0)
+
+    def waiting(session: Any) -> collections.Counter[str]:
+        model.zero_grad()
+        forward_step = sessions.step(ONE_PROCESS, [model], session, given)
+        # With the loads and all else that happens inside of the block.
+        with Waiting() as mode:
+            schedules.run_schedule([model], given, forward_step_func=forward_step)
+        return mode.counts
+
+    native = waiting(sessions.Native())
+    with replaying(model) as replay:
+        assert waiting(replay) == native
+    with recording(model) as record:
+        assert waiting(record) == native
+    assert replay.report.holes
+    assert replay.report.overlap
 
 
 # --- exceptions ---------------------------------------------------------------------------------

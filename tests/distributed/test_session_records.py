@@ -57,15 +57,6 @@ def train(where: Layout, chunks: list[Any], session: Any, given: list[Batch], **
     return Step(0, losses, gradients, 0)
 
 
-class Native:
-    """In the place of a session."""
-
-    report = None
-
-    def load(self, chunk: Any, layout: Any) -> dict[str, Any]:
-        return {}
-
-
 def recording_rank(
     rank: int, world: int, init_file: str, where: Layout, options: dict[str, Any]
 ) -> Recorded:
@@ -73,7 +64,7 @@ def recording_rank(
     replica = parallel_state.get_data_parallel_rank()
     chunks = schedules.build(where, **sessions.OPTIONS | options)
     given = whole_batches(replica)
-    runs = {"native": train(where, chunks, Native(), given)}
+    runs = {"native": train(where, chunks, sessions.Native(), given)}
 
     with torch.no_grad(), recording(chunks) as forward_only:
         runs["log-probs"] = train(where, chunks, forward_only, given, forward_only=True)

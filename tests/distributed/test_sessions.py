@@ -83,6 +83,7 @@ MODES = [
     pytest.param(Layout(pp=2, vpp=2), [(NONE, 0), (FULL, 4), (BLOCK, 4), (MOE, 4)], id="vpp2"),
     pytest.param(Layout(tp=2), [(NONE, 0), (FULL, 4), (MOE, 4)], id="tp2"),
     pytest.param(Layout(ep=2), [(FULL | ALLTOALL, 4), (MOE | ALLGATHER, 4)], id="ep2"),
+    pytest.param(Layout(tp=2, pp=2), [(FULL, 4)], id="tp2pp2"),
     pytest.param(Layout(cp=2), [(NONE, 0), (FULL, 4)], id="cp2"),
 ]
 

@@ -139,13 +139,17 @@ def some_ids(topk: int) -> Tensor:
     return torch.rand(T, E).argsort(dim=1)[:, :topk].contiguous()
 
 
-def run(router: Any, hidden: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-    """One forward and backward: outputs, gradients, and the statistics that the router keeps."""
+def run(router: Any, hidden: Tensor, cotangent: Tensor, call: Any = None) -> dict[str, Tensor]:
+    """One forward and backward: outputs, gradients, and the statistics that the router keeps.
+
+    Args:
+        call: what runs the router, if it is not called itself.
+    """
     for name in router._non_persistent_buffers_set:
         getattr(router, name).zero_()
     router.zero_grad(set_to_none=True)
     hidden = hidden.clone().requires_grad_()
-    probs, routing_map = router(hidden)
+    probs, routing_map = (call or router)(hidden)
     (probs * cotangent).sum().backward()
     kept = {name: getattr(router, name).clone() for name in router._non_persistent_buffers_set}
     return kept | {

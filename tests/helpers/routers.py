@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from replay_patch.matrix import tiny
 
@@ -113,3 +114,18 @@ def graphed_router(**fields: Any) -> Any:
     for name, value in fields.items():
         setattr(config, name, value)
     return tiny.router(config, layer_number=3)
+
+
+class OneRouter(torch.nn.Module):
+    """A model that is one router, in a checkpoint if one is asked for."""
+
+    def __init__(self, router: Any, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.router, self.config, self.reentrant = router, router.config, reentrant
+        router.set_layer_number(1)
+        router.config.num_layers = 1
+
+    def forward(self, hidden: Any) -> Any:
+        if self.reentrant is None:
+            return self.router(hidden)
+        return checkpoint(self.router, hidden, use_reentrant=self.reentrant)

@@ -213,6 +213,15 @@ def held(where: Layout) -> tuple[Tensor, Tensor]:
     return here, (part[:, None] * WIDTH + torch.arange(WIDTH)).flatten()
 
 
+class Native:
+    """In the place of a session."""
+
+    report = None
+
+    def load(self, chunk: Any, layout: Any) -> dict[str, Any]:
+        return {}
+
+
 def step(where: Layout, chunks: list[Any], session: Any, given: list[Batch], **load: Any) -> Any:
     """A `forward_step_func` that loads each microbatch into the session.
 

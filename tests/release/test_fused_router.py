@@ -13,6 +13,11 @@ from helpers.routers import (
     BACKWARD,
     FORWARD,
     RECORD,
+    B,
+    E,
+    K,
+    OneRouter,
+    S,
     as_map,
     assert_native_again,
     hidden_states,
@@ -22,6 +27,7 @@ from helpers.routers import (
 )
 from torch import Tensor
 
+from replay_patch import Routes, TokenLayout, recording, replaying
 from replay_patch.matrix import tiny
 
 HAS_FUSION = "fused" in inspect.getsource(router_module.TopKRouter)
@@ -75,6 +81,30 @@ def test_a_fused_router_runs_unfused_while_it_records_or_replays(
     assert torch.equal(as_map(ids), recompute)
     assert len(warnings()) == 1
     assert "layer 3" in warnings()[0]
+
+
+def test_a_fused_router_in_a_session_runs_unfused(fused: list[str]) -> None:
+    if not HAS_FUSION:
+        pytest.skip("this release has no fused router")
+    config = make_config(enable_routing_replay=False)
+    config.moe_router_fusion = True
+    chunk = OneRouter(tiny.router(config))
+    layout = TokenLayout.padded([S] * B, S)
+    routes = [Routes(ids[:, None], E) for ids in some_ids(B * S).view(B, S, K)]
+
+    with recording(chunk) as record:
+        record.load(chunk, layout)
+        native = chunk(hidden_states())[1]
+    with replaying(chunk) as replay:
+        replay.load(chunk, routes, layout)
+        replayed = chunk(hidden_states())[1]
+    assert fused == []
+    chunk(hidden_states())
+
+    assert fused == ["fused"]
+    for given, taken in ((record.routes(), native), (routes, replayed)):
+        ids = torch.stack([one.expert_ids[:, 0] for one in given], dim=1).flatten(0, 1)
+        assert torch.equal(as_map(ids), taken)
 
 
 def native_unfused(router: Any) -> tuple[Tensor, Tensor]:
