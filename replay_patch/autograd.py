@@ -175,8 +175,8 @@ class Tracker:
             _refuse_ended(number, replay)
             refuse(
                 "the recompute of a forward that this session does not know: nothing was loaded "
-                "for it (with gradients), it did not run through the chunk's forward, or its output "
-                "is gone",
+                "for it (with gradients), it did not run through the chunk's forward, or its "
+                "output is gone",
                 "load() before that forward, and a loss that is computed from the chunk's output",
                 replay,
             )
