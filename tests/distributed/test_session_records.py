@@ -157,7 +157,7 @@ def test_a_router_that_gathers_its_rows_is_recorded_whole() -> None:
 def eval_rank(
     rank: int, world: int, init_file: str, where: Layout, weights: dict[str, Tensor]
 ) -> list[Tensor]:
-    """Routes in eval mode with the weights of one process, with sequence parallelism and without."""
+    """Routes in eval mode with the weights of one process, with SP and without."""
     tiny.init(where.world, rank, init_file, **where.sizes)
     out = []
     for sequence_parallel in {where.tp > 1, False}:
