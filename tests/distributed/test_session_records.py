@@ -15,7 +15,7 @@ from helpers.sessions import Batch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from replay_patch import Routes, recording, replaying
+from replay_patch import RouteError, Routes, gather, recording, replaying
 from replay_patch.matrix import tiny
 from replay_patch.matrix.ranks import launch
 
@@ -154,17 +154,16 @@ def test_a_router_that_gathers_its_rows_is_recorded_whole() -> None:
     check(launch(recording_rank, 2, (Layout(tp=2), options)))
 
 
-def of_one_process(rank: int, world: int, init_file: str, where: Layout) -> Any:
-    """Routes of a rank with the weights that the seed gives to one process, SP or not."""
+def eval_rank(
+    rank: int, world: int, init_file: str, where: Layout, weights: dict[str, Tensor]
+) -> list[Tensor]:
+    """Routes in eval mode with the weights of one process, with SP and without."""
     tiny.init(where.world, rank, init_file, **where.sizes)
-    weights = None
     out = []
     for sequence_parallel in {where.tp > 1, False}:
         options = {"sequence_parallel": sequence_parallel}
         chunks = schedules.build(where, **sessions.OPTIONS | options)
-        if where.world > 1:
-            weights = weights or one_process_weights()
-            schedules.load_weights(chunks, weights)
+        schedules.load_weights(chunks, weights)
         with torch.no_grad(), recording(chunks) as record:
             step = sessions.step(
                 where, chunks, record, whole_batches(0), sequence_parallel=sequence_parallel
@@ -176,13 +175,6 @@ def of_one_process(rank: int, world: int, init_file: str, where: Layout) -> Any:
             )
         out.append(torch.stack([one.expert_ids for one in record.routes()]))
     return out
-
-
-WEIGHTS: list[dict[str, Tensor]] = []
-
-
-def one_process_weights() -> dict[str, Tensor]:
-    return WEIGHTS[0]
 
 
 def weights_rank(rank: int, world: int, init_file: str) -> dict[str, Tensor]:
@@ -200,9 +192,42 @@ def weights_rank(rank: int, world: int, init_file: str) -> dict[str, Tensor]:
     ],
 )
 def test_routes_are_those_of_one_process(where: Layout) -> None:
-    WEIGHTS[:] = launch(weights_rank, 1)
-    [[expected]] = launch(of_one_process, 1, (Layout(),))
+    [weights] = launch(weights_rank, 1)
+    [[expected]] = launch(eval_rank, 1, (Layout(), weights))
 
-    for rank in launch(of_one_process, where.world, (where,)):
-        for ids in rank:
+    for recorded in launch(eval_rank, where.world, (where, weights)):
+        for ids in recorded:
             assert same_experts(ids, expected)
+
+
+# --- the collective by itself -----------------------------------------------------------------
+
+
+def gathering_rank(rank: int, world: int, init_file: str, parallel: str) -> list[Any]:
+    """What is gathered of two tokens in layer 3 (and 5, on the other stage); or the error."""
+    tiny.init(world, rank, init_file, **{f"{parallel}_model_parallel_size": 2})
+    cpu = torch.device("cpu")
+    mine = torch.tensor([[10 + rank, 300 + rank]], dtype=torch.int16)
+    both = torch.tensor([[10, 300], [11, 301]], dtype=torch.int16)
+    if parallel == "tensor":  # the other token of the same layer, and a row of padding
+        rows, ids = torch.tensor([rank, -1]), {3: [torch.cat([mine, mine])]}
+    else:
+        rows, ids = torch.tensor([0, 1]), {3 + 2 * rank: [both]}
+    right = gather.Recorded([((2,), rows)], ids, 400, 2, cpu)
+    short = gather.Recorded([((3,), rows)], ids, 400, 2, cpu)
+    other = gather.Recorded([((2 + rank,), rows)], ids, 400, 2, cpu)
+    found: list[Any] = [(one.expert_ids.tolist(), one.layers) for one in gather.routes(right)]
+    for wrong in (short, other):
+        with pytest.raises(RouteError) as error:
+            gather.routes(wrong)
+        found.append(str(error.value))
+    return found
+
+
+def test_ids_of_two_bytes_are_gathered() -> None:
+    for parallel, layers in (("tensor", (3,)), ("pipeline", (3, 5))):
+        for found, missing, other in launch(gathering_rank, 2, (parallel,)):
+            ids = [[[10, 300]] * len(layers), [[11, 301]] * len(layers)]
+            assert found == (ids, layers)
+            assert "1 of 3 tokens were in no rank's layout" in missing
+            assert f"{parallel}-" in other or f"the {parallel} ranks recorded" in other
