@@ -1,4 +1,4 @@
-"""What `replay-patch matrix` is asked for, as environments. Downloads and installations are played."""
+"""What `replay-patch matrix` is asked for, as environments; downloads are played."""
 
 import subprocess
 from pathlib import Path

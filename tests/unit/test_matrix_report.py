@@ -119,11 +119,19 @@ def test_junit() -> None:
     assert suites == [
         {
             "name": "Megatron-core 0.12.1",
-            **{"tests": "3", "failures": "1", "errors": "0", "skipped": "1", "time": "1.85"},
+            "tests": "3",
+            "failures": "1",
+            "errors": "0",
+            "skipped": "1",
+            "time": "1.85",
         },
         {
             "name": "Megatron-core 0.19.2+core_r0.16.0",
-            **{"tests": "3", "failures": "0", "errors": "1", "skipped": "0", "time": "62.00"},
+            "tests": "3",
+            "failures": "0",
+            "errors": "1",
+            "skipped": "0",
+            "time": "62.00",
         },
     ]
     cases = [(c.get("classname"), c.get("name"), [(e.tag, e.text) for e in c]) for c in root[0]]
