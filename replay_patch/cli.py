@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from replay_patch import __version__
 from replay_patch.errors import ReplayPatchError
 
 _SITE = Path(__file__).with_name("site")
+_LONGEST = 1_000_000  # seconds; some more, and timers overflow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,8 +148,20 @@ def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
 
 
 def _write(what: str, path: str, text: str) -> None:
+    with _named(what, path):
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _check_writable(what: str, path: str) -> None:
+    """Before the work, not after."""
+    with _named(what, path):
+        Path(path).open("a").close()
+
+
+@contextlib.contextmanager
+def _named(what: str, path: str) -> Iterator[None]:
     try:
-        Path(path).write_text(text)
+        yield
     except OSError as error:
         raise ReplayPatchError(f"the {what} cannot be written to {path}: {error}") from error
 
@@ -191,19 +204,23 @@ def _matrix(args: argparse.Namespace) -> int:
         return 0
     if args.jobs is not None and args.jobs < 1:
         raise ReplayPatchError(f"--jobs {args.jobs}; expected at least 1")
-    if not args.timeout > 0:
-        raise ReplayPatchError(f"--timeout {args.timeout:g}; expected seconds, more than 0")
+    if not 0 < args.timeout <= _LONGEST:
+        raise ReplayPatchError(
+            f"--timeout {args.timeout:g}; expected seconds, more than 0 and up to {_LONGEST}"
+        )
+    xml, markdown = ("JUnit XML", args.junit), ("Markdown", args.markdown)
+    for what, path in (xml, markdown, ("JSON", args.json)):
+        if path not in (None, "-"):
+            _check_writable(what, path)
     releases = [v.strip() for given in args.megatron for v in given.split(",") if v.strip()]
     paths = (args.megatron_path, args.mindspeed_path)
     environments = planning.plan(releases, *paths, cache=args.cache, say=say)
     matrix = runner.run(environments, checks, jobs=args.jobs, timeout=args.timeout, say=say)
-    for what, path, make in (
-        ("JUnit XML", args.junit, report.junit),
-        ("Markdown", args.markdown, report.markdown),
-    ):
-        if path is not None:
-            _write(what, path, make(matrix))
-    _report(args, matrix.to_dict(), report.table(matrix))
+    with contextlib.ExitStack() as stack:  # what cannot be written keeps nothing else back
+        for (what, path), make in ((xml, report.junit), (markdown, report.markdown)):
+            if path is not None:
+                stack.callback(_write, what, path, make(matrix))
+        _report(args, matrix.to_dict(), report.table(matrix))
     return 130 if matrix.interrupted else 0 if matrix.green else 1
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from replay_patch.errors import ReplayPatchError
-from replay_patch.matrix.environments import TESTED_RELEASES, environment
+from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, environment
 
 __all__ = ["Environment", "Say", "is_installed", "plan"]
 
@@ -57,7 +57,8 @@ def plan(
         Where nothing was asked for, the installed Megatron, without MindSpeed and, if that is
         installed, with it.
     """
-    wanted = [r for given in releases for r in (TESTED_RELEASES if given == "all" else [given])]
+    words = {"all": TESTED_RELEASES, "latest": (NEWEST,)}
+    wanted = [release for given in releases for release in words.get(given, (given,))]
     out = [_release(release, cache, say) for release in dict.fromkeys(wanted)]
     out += [_folder(path) for path in dict.fromkeys(megatron_paths)]
     alone = out[0] if len(out) == 1 else None
@@ -117,12 +118,12 @@ def _with_mindspeed(
 
 def _release_of(checkout: Path) -> str | None:
     """The release that MindSpeed's branch name, or the folder's name, is for."""
-    git = ["git", "-C", str(checkout), "rev-parse", "--abbrev-ref", "HEAD"]
-    with contextlib.suppress(OSError):
-        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        for name in (found, checkout.name):
-            if match := re.search(r"core_r(\d+\.\d+\.\d+)", name):
-                return _tested(match[1])
+    git, branch = ["git", "-C", str(checkout), "rev-parse", "--abbrev-ref", "HEAD"], ""
+    with contextlib.suppress(OSError):  # no git here
+        branch = subprocess.run(git, capture_output=True, text=True, check=False).stdout
+    for name in (branch, checkout.name):
+        if match := re.search(r"core_r(\d+\.\d+\.\d+)", name):
+            return _tested(match[1])
     return None
 
 

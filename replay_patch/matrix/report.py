@@ -1,5 +1,6 @@
 """The cells of a matrix as a table for people, JUnit XML and Markdown."""
 
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
 
@@ -7,6 +8,7 @@ from replay_patch.matrix.runner import Cell, Matrix
 
 __all__ = ["failures", "junit", "markdown", "table"]
 
+_NOT_IN_XML = re.compile("[^\t\n -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SHOWN = {"pass": "pass", "fail": "FAIL", "skip": "skip", "error": "ERROR"}
 
 
@@ -126,5 +128,5 @@ def _grouped(cells: Iterable[Cell], status: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
-    return "".join(char for char in text if char >= " " or char in "\n\t")
+    """Without the characters that XML cannot hold."""
+    return _NOT_IN_XML.sub("", text)

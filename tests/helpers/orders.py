@@ -3,14 +3,19 @@
     python orders.py        # prints {"orders": n, "failures": [...]} as JSON
 
 The orders are generated from `NEEDS`. They form a tree, and a process forks for each thing that can
-happen next: so every order is one line of processes that has done exactly this order, and what
-orders have in common (importing torch takes a second) is done once.
+happen next, but for the last, which it does itself: so every order is one line of processes that
+has done exactly this order, and what orders have in common (importing torch takes a second) is done
+once. What no order is about is done before it is needed (see `warm_up`).
 """
 
+import contextlib
+import gc
+import importlib
 import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from replay_patch.matrix import no_triton
@@ -46,7 +51,9 @@ def possible(done: tuple[str, ...]) -> list[str]:
 class World:
     """What this line of processes has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, strangers: Sequence[str]) -> None:
+        self.strangers = strangers
+        self.warm = False
         self.originals: dict[str, Any] = {}  # taken when the plugin was off
 
     def do(self, event: str) -> None:
@@ -65,6 +72,9 @@ class World:
             check_subclass(self.active)
         else:
             check_router(self.active)
+        if "torch" in sys.modules and not self.warm:
+            self.warm = True
+            warm_up(self.strangers)
 
     @property
     def active(self) -> bool:
@@ -115,8 +125,10 @@ def check_subclass(active: bool) -> None:
 
     config = sys.modules[CONFIG].TransformerConfig
 
-    @dataclasses.dataclass
+    @dataclasses.dataclass(repr=False, eq=False)  # of 200 fields, and not what is checked: slow
     class Provider(config):
+        """With a docstring: else dataclass() makes one of all the fields."""
+
         extra: int = 3
 
     sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
@@ -163,9 +175,46 @@ def check_router(active: bool) -> None:
     assert built(hidden)[1].int().tolist() == [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 0]]
 
 
+def strangers() -> list[str]:
+    """The modules that Megatron imports and that are not its own, in the order of import."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            before = set(sys.modules)
+            importlib.import_module(ROUTER)
+            new = [m for m in sys.modules if m not in before and not m.startswith("megatron")]
+            with os.fdopen(writer, "w") as out:
+                json.dump(new, out)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as found:
+        out: list[str] = json.load(found)
+    os.wait()
+    return out
+
+
+def warm_up(names: Sequence[str]) -> None:
+    """Import what Megatron will import of others, which is ten times slower than its own modules
+    (2 s for torch's compiler), and let torch's kernels do what they do at their first call.
+
+    Processes forked from here share both.
+    """
+    import torch
+
+    for name in names:
+        with contextlib.suppress(ImportError):  # a name that exists only after another import
+            importlib.import_module(name)
+    logits = torch.nn.functional.linear(torch.randn(3, 8), torch.randn(4, 8)).softmax(1)
+    torch.zeros_like(logits).scatter(1, logits.topk(2)[1], 1).bool().sum()
+    gc.collect()
+    gc.freeze()  # so that a collection in a child does not copy every page that it shares with us
+
+
 def walk(done: tuple[str, ...], world: World, report: int) -> None:
-    """Do each possible next thing in a child."""
-    for event in possible(done):
+    """Do each possible next thing: the last one here, the others in a child."""
+    *others, last = possible(done)
+    for event in others:
         child = os.fork()
         if child == 0:
             try:
@@ -173,6 +222,7 @@ def walk(done: tuple[str, ...], world: World, report: int) -> None:
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
+    step(done, last, world, report)
 
 
 def step(done: tuple[str, ...], event: str, world: World, report: int) -> None:
@@ -189,11 +239,7 @@ def step(done: tuple[str, ...], event: str, world: World, report: int) -> None:
     except Exception:
         write(report, f"{' > '.join(done)}\n{traceback.format_exc()}")
         return
-    following = possible(done)
-    if len(following) == 1:  # this process is that order's already
-        step(done, following[0], world, report)
-    else:
-        walk(done, world, report)
+    walk(done, world, report)
 
 
 def write(report: int, text: str) -> None:
@@ -205,9 +251,10 @@ def main() -> None:
     import tempfile
 
     os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP threads hangs
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # tracing the router costs more than all else here
     no_triton.provide()
     with tempfile.TemporaryFile("w+") as report:
-        walk((), World(), report.fileno())
+        walk((), World(strangers()), report.fileno())
         report.seek(0)
         lines = [json.loads(line) for line in report]
     failures = [line for line in lines if line]
