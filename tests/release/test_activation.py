@@ -8,6 +8,8 @@ from helpers import fresh
 
 from replay_patch.patches import REPLAY_PATCHES
 
+pytestmark = pytest.mark.mechanism
+
 REPORT = """
 import json, replay_patch
 status = replay_patch.status()

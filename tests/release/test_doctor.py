@@ -9,6 +9,8 @@ import megatron.core
 import pytest
 from helpers import fresh
 
+pytestmark = pytest.mark.mechanism
+
 # As a job on a GPU would find it: the doctor itself needs no CPU bed, but triton may be missing.
 DOCTOR = """
 import sys

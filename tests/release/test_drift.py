@@ -72,6 +72,7 @@ def test_nothing_drifts_on_a_tested_release(megatron_version: str) -> None:
     assert found == {"megatron": f"megatron-core {megatron_version}", "drift": [], "problem": None}
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize(
     "patch, target, what",
     [
@@ -102,6 +103,7 @@ def test_an_edit_is_told_in_words_with_its_patch(
     assert (item["patch"], said) == (patch, what)
 
 
+@pytest.mark.mechanism
 def test_nothing_else_is_told(doctor: Report) -> None:
     assert doctor.data["drift_problem"] is None
     assert {i["target"] for i in doctor.data["drift"]} == {
@@ -112,6 +114,7 @@ def test_nothing_else_is_told(doctor: Report) -> None:
     }
 
 
+@pytest.mark.mechanism
 def test_the_doctor_tells_it_and_does_not_call_it_a_problem(doctor: Report) -> None:
     assert drift.describe(doctor.data["drift"]) in doctor.text
     assert not [p for p in doctor.data["problems"] if "differs" in p]

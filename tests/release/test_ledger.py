@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
 from helpers import fresh
+
+pytestmark = pytest.mark.mechanism
 
 PRELUDE = """
 import functools, json, sys, torch
