@@ -25,7 +25,8 @@ def main() -> None:
         startup = run("startup.py", Path(folder) / "startup.json")
         verl = ["--verl", str(peer())]
         routers = [run("router.py", Path(folder) / f"{r}.json", r, *verl) for r in RELEASES]
-    PAGE.write_text(page(startup, routers))
+        schedules = [run("schedule.py", Path(folder) / f"s{r}.json", r) for r in RELEASES]
+    PAGE.write_text(page(startup, routers, schedules))
     print(f"wrote {PAGE}")
 
 
@@ -45,7 +46,9 @@ def peer() -> Path:
     return folder
 
 
-def page(startup: dict[str, Any], routers: list[dict[str, Any]]) -> str:
+def page(
+    startup: dict[str, Any], routers: list[dict[str, Any]], schedules: list[dict[str, Any]]
+) -> str:
     """The text of docs/performance.md."""
     lines = [
         "# Performance",
@@ -86,6 +89,27 @@ def page(startup: dict[str, Any], routers: list[dict[str, Any]]) -> str:
         "does not count tokens per expert, and so has no auxiliary loss there; ours runs the "
         "release's own function.",
     ]
+    lines += [
+        "",
+        "## One schedule",
+        "",
+        "48 MoE layers, full recompute, two microbatches, tensors of a few bytes: `replaying()` "
+        "against native. The Python of a router call is that of our path with tensors that do "
+        "nothing; the ids held are those of one microbatch in flight (rows x layers x top-k).",
+        "",
+        "| Megatron-core | native ms | replaying | native again | us, forward | us, recompute "
+        "| bytes held |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in schedules:
+        shown = [
+            "{2:.3f} x native ({1:.3f} ... {3:.3f})".format(*result["schedule"][name])
+            for name in ("replaying", "native again")
+        ]
+        lines.append(
+            f"| {result['release']} | {result['schedule']['native'][0]:.0f} | {' | '.join(shown)} | "
+            f"{result['first']:.2f} | {result['again']:.2f} | {result['bytes']} |"
+        )
     return "\n".join(lines) + "\n"
 
 
