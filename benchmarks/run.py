@@ -106,8 +106,9 @@ def page(
             "{2:.3f} x native ({1:.3f} ... {3:.3f})".format(*result["schedule"][name])
             for name in ("replaying", "native again")
         ]
+        native = result["schedule"]["native"][0]
         lines.append(
-            f"| {result['release']} | {result['schedule']['native'][0]:.0f} | {' | '.join(shown)} | "
+            f"| {result['release']} | {native:.0f} | {' | '.join(shown)} | "
             f"{result['first']:.2f} | {result['again']:.2f} | {result['bytes']} |"
         )
     return "\n".join(lines) + "\n"
