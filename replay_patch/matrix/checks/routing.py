@@ -234,13 +234,12 @@ def _run(router: Any, *, action: str = "", ids: Any = None, **kwargs: Any) -> di
 def _train(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Gradients of a model of two layers that replays, and how often its routers ran."""
     import torch
-    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     from replay_patch.matrix import tiny
 
     model = tiny.gpt_model(tools.config(num_layers=2, **options))
-    routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
+    routers = tools.routers(model)
     wanted = {router: tools.some_ids(seed) for seed, router in enumerate(routers)}
     calls = []
 

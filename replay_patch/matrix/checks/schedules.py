@@ -9,8 +9,6 @@ from replay_patch.matrix.registry import REPLAY, check
 
 LAYERS, MICROBATCHES = 4, 4
 LENGTHS = (tools.SEQUENCE, tools.SEQUENCE - 3)  # tokens of the sequences of every microbatch
-NEEDS = tuple(name for name in REPLAY if name != "config_fields")
-"""Sessions need no flag in the config."""
 
 
 @check("local-layers")
@@ -53,46 +51,48 @@ def local_layers() -> None:
                 begin += count
 
 
-@check("sessions", patches=NEEDS)
-def sessions() -> None:
+@check("schedule", patches=REPLAY)
+def schedule() -> None:
     """`recording()` gives the routes of every sequence in every MoE layer. Under `replaying()` each
     router call, also of a full recompute, takes the experts given for its microbatch; tokens
     without a route take the native ones again in the recompute, padding different ones. Gradients
-    are bitwise those without recompute."""
+    are bitwise those without recompute. Targets set one by one, as code for Megatron's own
+    `RouterReplay` does, are taken, too."""
     _rank(0, 1, None, {})
 
 
-@check("sessions-tp-sp", patches=NEEDS, ranks=2)
-def sessions_tp_sp() -> None:
-    """Two tensor-parallel ranks with sequence parallelism: the same, and all ranks record alike."""
+@check("tp-sp", patches=REPLAY, ranks=2)
+def tp_sp() -> None:
+    """The same on two tensor-parallel ranks with sequence parallelism."""
     _on_ranks(tensor_model_parallel_size=2, sequence_parallel=True)
 
 
-@check("sessions-cp", patches=NEEDS, ranks=2)
-def sessions_cp() -> None:
-    """Two context-parallel ranks, zigzag: the same."""
+@check("cp", patches=REPLAY, ranks=2)
+def cp() -> None:
+    """The same on two context-parallel ranks, zigzag."""
     _on_ranks(context_parallel_size=2)
 
 
-@check("sessions-pp", patches=NEEDS, ranks=2)
-def sessions_pp() -> None:
-    """Two pipeline stages, 1F1B: the same."""
+@check("pp", patches=REPLAY, ranks=2)
+def pp() -> None:
+    """The same on two pipeline stages, 1F1B."""
     _on_ranks(pipeline_model_parallel_size=2)
 
 
-@check("sessions-vpp", patches=NEEDS, ranks=2)
-def sessions_vpp() -> None:
-    """Two pipeline stages of two virtual stages, interleaved: the same."""
+@check("vpp", patches=REPLAY, ranks=2)
+def vpp() -> None:
+    """The same on two pipeline stages of two virtual stages, interleaved."""
     from replay_patch.matrix import tiny
 
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     _on_ranks(**sizes, **tiny.VPP_P2P)
 
 
-@check("sessions-ep", patches=NEEDS, ranks=2)
-def sessions_ep() -> None:
-    """Two expert-parallel ranks with data of their own: the same."""
-    _on_ranks(expert_model_parallel_size=2)
+@check("ep", patches=REPLAY, ranks=2)
+def ep() -> None:
+    """The same on two expert-parallel ranks with data of their own, with both dispatchers."""
+    for dispatcher in ("alltoall", "allgather"):
+        _on_ranks(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
 
 
 def _on_ranks(**options: Any) -> None:
@@ -102,7 +102,6 @@ def _on_ranks(**options: Any) -> None:
 
 
 def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
-    import torch
 
     import replay_patch
     from replay_patch.matrix import tiny
@@ -150,7 +149,25 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
         for name, gradient in without.items():
             tools.same_bits(gradient, with_recompute[name], f"rank {rank}, gradient of {name}")
     assert replay.report.replayed > 0
-    torch.distributed.barrier()
+
+    tiny.clear_aux_tracker()
+    chunks = tiny.model_chunks(tools.config(num_layers=LAYERS, **options))
+    seen = _run(chunks, lambda chunk, m: _set_targets(chunk, given, m, layout), train=True)
+    _check_maps(seen, given, layout, calls=1)
+
+
+def _set_targets(chunk: Any, given: list[Any], microbatch: int, layout: Any) -> dict[str, Any]:
+    """The low-level way: ids [R, K] for each router; rows without any get experts 0 .. K-1."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    for router in tools.routers(chunk):
+        wanted = _maps(given, microbatch, router.layer_number, layout)
+        wanted[~wanted.any(1), : tools.TOPK] = True
+        replay = router.router_replay
+        replay.clear_indices()
+        replay.set_target_indices(wanted.nonzero()[:, 1].view(len(wanted), tools.TOPK))
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    return {}
 
 
 def _layout(config: Any) -> Any:
@@ -229,7 +246,6 @@ def _run(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any
     import torch
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.moe.router import TopKRouter
 
     from replay_patch.matrix import tiny
 
@@ -238,7 +254,7 @@ def _run(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any
     inputs: dict[tuple[int, bytes], int] = {}  # layer, input -> microbatch of the first forward
     hooks = []
     for chunk in chunks:
-        for router in (m for m in chunk.modules() if isinstance(m, TopKRouter)):
+        for router in tools.routers(chunk):
 
             def watch(router: Any, given: Any, output: Any, chunk: Any = chunk) -> None:
                 layer = router.layer_number

@@ -21,6 +21,13 @@ def config(*, replay: bool = True, **options: Any) -> Any:
     return tiny.moe_config(**defaults | options)
 
 
+def routers(model: Any) -> list[Any]:
+    """The routers of a model, in order."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+
 def hidden_states(seed: int = 1) -> Any:
     """float32 [SEQUENCE, BATCH, HIDDEN], with a gradient."""
     import torch
