@@ -71,11 +71,12 @@ def aligned(
     """
     check_lengths(routes, lengths)
     topk, num_experts = routes[0].topk, routes[0].num_experts
+    pieces = _pieces(rows, lengths, step)
     ids = torch.empty(len(places[0]), len(rows), topk, dtype=ids_dtype(num_experts))
     element = widest(ids)
     wide = ids.view(element)
     captured = torch.zeros(len(rows), dtype=torch.bool)
-    for number, token, row, count in _pieces(rows, lengths, step):
+    for number, token, row, count in pieces:
         one = routes[number]
         begin = max(token, one.start)
         count = min(token + count, one.start + one.num_tokens) - begin
@@ -132,7 +133,7 @@ def common_layers(routes: Sequence[Routes]) -> list[list[int]]:
     return [list(range(count)) for _, count in axes]
 
 
-def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> Iterator[tuple[int, int, int, int]]:
+def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> list[tuple[int, int, int, int]]:
     """(sequence, first token in it, first row, count): runs of tokens that are `step` rows apart.
 
     A sequence is one run, or one for each chunk that context parallelism leaves of it.
@@ -141,7 +142,7 @@ def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> Iterator[tuple[i
     starts = np.cumsum([0, *lengths])
     here = np.flatnonzero(place >= 0)
     if not len(here):
-        return
+        return []
     at = place[here]
     new = np.empty(len(here), dtype=np.bool_)
     new[0] = True
@@ -159,7 +160,7 @@ def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> Iterator[tuple[i
         for number, token, row, count in zip(*(run.tolist() for run in runs), strict=True)
         for done in range(0, count, _BLOCK)
     ]
-    yield from sorted(pieces, key=lambda piece: piece[2])
+    return sorted(pieces, key=lambda piece: piece[2])
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[slice, slice]]:

@@ -196,23 +196,19 @@ class TokenLayout:
         context-parallel rank, so `values` are those of all real tokens.
 
         Args:
-            values: [real tokens, ...]; without context parallelism also [B, S, ...] or [1, T, ...].
+            values: [real tokens, ...]; or, without context parallelism and unless it is that
+                already, shaped like the model input.
             fill: as in `align`.
 
         Returns:
             [B, S, ...] or [1, T, ...], as `align`.
 
         Raises:
-            LayoutError: as `align`, or values that could be meant in both ways.
+            LayoutError: as `align`.
         """
         shape = dense_shape(values)
-        if self.cut.cp_size == 1 and shape[:2] == tuple(self.input_rows.shape):
-            if shape[0] == self.num_tokens:
-                raise LayoutError(
-                    f"values have shape {list(shape)}: expected [real tokens, ...] or "
-                    f"{list(self.input_rows.shape)} + [...], and it is both; add or drop a "
-                    "dimension"
-                )
+        per_token = shape[:1] == (self.num_tokens,)
+        if not per_token and self.cut.cp_size == 1 and shape[:2] == tuple(self.input_rows.shape):
             values = self.restore(values)
         return self._next.take(self._per_token(values), fill)
 
