@@ -58,6 +58,8 @@ def ids_of(value: Any, packing: Packing) -> Tensor:
             value = np.asarray(value)
         except (ValueError, TypeError) as error:  # ragged; device tensors in a list
             raise RouteError(f"no array of ids: {error}") from None
+        if value.shape == (0,):  # [] says nothing about its type
+            value = value.astype(np.int32)
     if value.ndim == 1:
         value = _shaped(value, packing)
     return host_ids(value)

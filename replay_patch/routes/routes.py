@@ -181,9 +181,6 @@ class Routes(Parts):
         """Some consecutive rows, as a copy; `start` moves along."""
         return self._of(merging.cut(self, rows))
 
-    def __len__(self) -> int:
-        return self.num_tokens
-
     def to_wire(self) -> dict[str, Any]:
         """A dict that every JSON library takes; see `wire`.
 

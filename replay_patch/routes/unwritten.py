@@ -32,8 +32,12 @@ def unwritten_rows(ids: Tensor) -> Tensor:
 
 def longest_run(num_experts: int, num_layers: int, topk: int) -> int:
     """How many tokens in a row may have the same experts in all layers."""
-    bits = num_layers * math.log2(math.comb(num_experts, topk))
-    return max(_LEAST_RUN, math.ceil(_BITS / bits) + 1 if bits else 2**31) - 1
+    sizes = (num_experts, topk, num_experts - topk)
+    ways, chosen, left = (math.lgamma(size + 1) / math.log(2) for size in sizes)
+    bits = num_layers * (ways - chosen - left)  # of one token's row, if experts were even
+    if bits < 1e-6:  # all experts, always
+        return 2**31
+    return max(_LEAST_RUN, math.ceil(_BITS / bits - 1e-6) + 1) - 1
 
 
 def unwritten_runs(routes: Parts, longest: int) -> Tensor:
