@@ -41,7 +41,8 @@ def read(
         ids = _ids(found, tokens, form, prompt_tokens)
         _check_width(ids, num_experts, form)
         start = _placed(len(ids), tokens, form)
-        made = _without_unwritten(ids, num_experts, start, on_invalid, form)
+        whole = start + len(ids) == tokens
+        made = _without_unwritten(ids, num_experts, start, on_invalid, form, whole)
         return _extended(made, (form.missing or 0) - 1)
     except RouteError as error:
         raise RouteError(f"{name}: {error}" if name else str(error)) from None
@@ -136,13 +137,17 @@ def _placed(rows: int, tokens: int, form: Form) -> int:
 
 
 def _without_unwritten(
-    ids: Tensor, num_experts: int, start: int, on_invalid: str, form: Form
+    ids: Tensor, num_experts: int, start: int, on_invalid: str, form: Form, whole: bool
 ) -> Parts:
-    """Checked routes, in which what nobody wrote is a hole, or an error."""
+    """Checked routes, in which what nobody wrote is a hole, or an error; `whole`: the last row is
+    that of the trajectory's last token."""
     zeros = unwritten_rows(ids)
+    known = ~zeros
+    if whole and len(ids):
+        zeros[-1] = False  # it was never fed forward: zeros there are filling, and nothing is lost
     if on_invalid == "raise" and zeros.any():
         _refuse(zeros, start, "nothing but zeros in every layer")
-    made = checking.parts(ids, num_experts, ~zeros, start, form.layers, on_invalid)
+    made = checking.parts(ids, num_experts, known, start, form.layers, on_invalid)
     longest = form.max_run
     if longest is None:
         live = made.expert_ids.shape[1] - len(made.empty_layers)

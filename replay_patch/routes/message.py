@@ -208,6 +208,10 @@ def shown(value: Any) -> str:
     """Short, whatever it is."""
     if isinstance(value, str) and value.endswith((" bytes", " characters")):
         return value
+    if (
+        isinstance(value, bytes | bytearray | memoryview) and len(value) > 16
+    ):  # reprlib has no limit
+        return f"a {type(value).__name__} of length {len(value)}"
     try:
         return reprlib.repr(value)
     except ValueError:  # an int of too many digits

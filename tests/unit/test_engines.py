@@ -346,6 +346,13 @@ def test_a_row_of_zeros_was_never_written() -> None:
     assert read(np.zeros_like(ROWS), on_invalid="hole").rejected == {"unwritten": 9}
 
 
+def test_zeros_that_fill_in_for_the_last_token_are_a_hole() -> None:  # 44
+    routes = read(np.concatenate([ROWS, np.zeros_like(ROWS[:1])]))
+
+    assert routes.captured.tolist() == [True] * 9 + [False]
+    assert routes.rejected == {}
+
+
 def test_with_one_expert_for_each_token_zeros_are_a_choice() -> None:
     assert read(np.zeros((9, L, 1), int)).captured.all()
 

@@ -34,6 +34,14 @@ def test_new_rows_are_appended() -> None:
     assert_is(piece(3, 5).append(piece(5, 9)).append(piece(9, 12)), 3, 12)
 
 
+def test_pieces_from_other_containers() -> None:  # 84
+    first, second, third = TRAJECTORY[:2].tolist(), TRAJECTORY[2:4].numpy(), TRAJECTORY[4:6]
+
+    routes = Routes(first, E).append(Routes(second, E, start=2)).append(Routes(third, E, start=4))
+
+    assert_is(routes, 0, 6)
+
+
 def test_a_repeated_prefix_is_kept_once() -> None:  # 69
     routes = piece(0, 5).append(piece(0, 7))
     assert_is(routes, 0, 7)

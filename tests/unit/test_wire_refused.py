@@ -238,6 +238,15 @@ def test_no_bytes_do_harm(given_: bytes) -> None:
     decodes_or_refuses(Routes.from_bytes, BYTES[:12] + given_, len(given_))
 
 
+@pytest.mark.parametrize("given_", [bytes(10**6), "a" * 10**6, [0] * 10**6, {"a": bytes(10**6)}])
+def test_errors_are_short_whatever_was_given(given_: Any) -> None:
+    for message in (given_, MESSAGE | {"shape": given_}, MESSAGE | {"expert_ids": given_}):
+        decodes_or_refuses(Routes.from_wire, message, 10**6)
+        with pytest.raises(WireError) as caught:
+            Routes.from_wire(message)
+        assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize(
     "tokens, layers, topk", [(2**31 - 1, 0, 1), (0, 65535, 300), (2**31 - 1, 65535, 300)]
 )
