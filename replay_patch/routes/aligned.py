@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replay_patch.errors import RouteError
 from replay_patch.routes.checking import ids_dtype
-from replay_patch.routes.index import inverse, widest
+from replay_patch.routes.index import widest
 from replay_patch.routes.padding import check_lengths, fill_padding
 from replay_patch.routes.routes import Routes
 
@@ -63,7 +63,7 @@ def aligned(
         places: of each, which of its layers, in order.
         lengths: tokens of each.
         rows: int64 [R], the token in each router row, -1 for padding.
-        step: how many rows lie between a token and the next of its sequence, mostly.
+        step: how many sequences are side by side in them: row = s * step + b.
         ep_size, first_padding: as in `padding_ids`.
 
     Raises:
@@ -134,27 +134,27 @@ def common_layers(routes: Sequence[Routes]) -> list[list[int]]:
 
 
 def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> list[tuple[int, int, int, int]]:
-    """(sequence, first token in it, first row, count): runs of tokens that are `step` rows apart.
+    """(sequence, first token in it, first row, count): tokens that are `step` rows apart.
 
     A sequence is one run, or one for each chunk that context parallelism leaves of it.
     """
-    place = inverse(rows, sum(lengths)).numpy()
-    starts = np.cumsum([0, *lengths])
-    here = np.flatnonzero(place >= 0)
-    if not len(here):
+    if not len(rows):
         return []
-    at = place[here]
-    new = np.empty(len(here), dtype=np.bool_)
-    new[0] = True
-    new[1:] = (np.diff(here) != 1) | (np.diff(at) != step)
-    first = np.zeros(len(place) + 1, dtype=np.bool_)
-    first[starts] = True
-    new |= first[here]
+    side_by_side = rows.numpy().reshape(-1, step)  # one sequence in each column, or all in one
+    height = len(side_by_side)
+    in_order = side_by_side.T.ravel()
+    at = np.flatnonzero(in_order >= 0)
+    tokens = in_order[at]
+    starts = np.cumsum([0, *lengths])
+    new = np.ones(len(at) + 1, dtype=np.bool_)  # also after the last
+    new[1:-1] = (np.diff(tokens) != 1) | (np.diff(at) != 1)
+    new[np.searchsorted(tokens, starts)] = True
     begins = np.flatnonzero(new)
-    counts = np.diff(begins, append=len(here))
-    tokens = here[begins]
+    counts = np.diff(begins)
+    at, tokens = at[begins[:-1]], tokens[begins[:-1]]
     numbers = np.searchsorted(starts, tokens, side="right") - 1
-    runs = (numbers, tokens - starts[numbers], at[begins], counts)
+    first_rows = at % height * step + at // height
+    runs = (numbers, tokens - starts[numbers], first_rows, counts)
     pieces = [
         (number, token + done, row + done * step, min(count - done, _BLOCK))
         for number, token, row, count in zip(*(run.tolist() for run in runs), strict=True)

@@ -156,7 +156,9 @@ class TokenLayout:
         cut: Cut,
         segments: Sequence[int],
     ) -> "TokenLayout":
-        input_rows = uncut.index_select(1, cut.positions(segments))
+        input_rows = uncut
+        if cut.cp_size > 1:
+            input_rows = uncut.index_select(1, cut.positions(segments))
         rows = cut.rows(input_rows)
         return cls(lengths, padded_lengths, rows, input_rows, uncut, tuple(segments), cut)
 

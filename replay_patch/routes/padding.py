@@ -127,11 +127,15 @@ def fill_padding(
         raise RouteError(f"top-k {topk}: expected 1 to {num_experts}, distinct experts for a row")
     if num_experts - 1 > torch.iinfo(ids.dtype).max:
         raise LayoutError(f"ids of dtype {ids.dtype} cannot hold expert {num_experts - 1}")
+    if ep_size < 1 or num_experts % ep_size:
+        raise RouteError(f"{num_experts} experts over {ep_size} ranks: expected an equal number")
     size = len(rows) * topk
+    if not size:
+        return first
     element = widest(ids)
     wide = ids.view(element)
     choices = _cycle(num_experts, ep_size, size).to(ids.dtype)
-    for layer in range(num_layers if size else 0):
+    for layer in range(num_layers):
         begin = (first + layer * size) % num_experts
         chosen = choices[begin : begin + size].clone().view(-1, topk)
         wide[layer].index_copy_(0, rows, chosen.view(element))
@@ -140,7 +144,5 @@ def fill_padding(
 
 def _cycle(num_experts: int, ep_size: int, size: int) -> Tensor:
     """int64 [size + E]: each expert once, rank after rank in turn, over and over."""
-    if ep_size < 1 or num_experts % ep_size:
-        raise RouteError(f"{num_experts} experts over {ep_size} ranks: expected an equal number")
     once = torch.arange(num_experts).view(ep_size, -1).t().flatten()
     return once.repeat(-(-(size + num_experts) // num_experts))[: size + num_experts]

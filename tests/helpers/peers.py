@@ -47,6 +47,7 @@ def verl(module: str) -> Any:
     """A module of verl, as "models.mcore.util"."""
     _provide("verl.utils.device", get_device_name=lambda: "cpu", is_npu_available=False)
     _provide("verl.utils.model", CausalLMOutputForPPO=object)
+    _empty_packages("verl.models.mcore")
     found = _module("verl", module)
     logger = getattr(found, "logger", None)
     if isinstance(logger, logging.Logger):  # a method that transformers adds
@@ -62,19 +63,20 @@ def skyrl(module: str) -> Any:
 
 
 def _module(name: str, module: str) -> Any:
-    parts = [name, *module.split(".")]
-    for depth in range(1, len(parts)):
+    path, _, _ = f"{name}.{module}".rpartition(".")
+    _empty_packages(path)
+    return importlib.import_module(f"{name}.{module}")
+
+
+def _empty_packages(path: str) -> None:
+    """This package and those above it."""
+    parts = path.split(".")
+    for depth in range(1, len(parts) + 1):
         package = ".".join(parts[:depth])
         if package not in sys.modules:
-            path = [str(folder(name).joinpath(*parts[:depth]))]
-            sys.modules[package] = _package(package, path)
-    return importlib.import_module(".".join(parts))
-
-
-def _package(name: str, path: list[str]) -> types.ModuleType:
-    made = types.ModuleType(name)
-    made.__path__ = path
-    return made
+            made = types.ModuleType(package)
+            made.__path__ = [str(folder(parts[0]).joinpath(*parts[:depth]))]
+            sys.modules[package] = made
 
 
 def _provide(name: str, **content: Any) -> None:
