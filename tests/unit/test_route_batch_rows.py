@@ -78,6 +78,17 @@ def test_every_row_has_the_route_of_its_token(
             assert rows.expert_ids[:, row].tolist() == wanted[places].tolist()
 
 
+def test_a_missing_last_route_shifts_no_other_sequence() -> None:  # 44
+    batch = RouteBatch([trajectory(2, 8, 2), trajectory(1, 8, 2)])
+    for one in batch:
+        one.captured.fill_(True)
+
+    rows = batch.to_rows(TokenLayout.packed([3, 2]))
+
+    assert rows.captured.tolist() == [True, True, False, True, False]
+    assert torch.equal(rows.expert_ids[:, 3], batch[1].expert_ids[0])
+
+
 def test_all_layers_are_taken_where_none_are_named() -> None:
     batch = RouteBatch([trajectory(3, 8, 2), trajectory(2, 8, 2)])
     layout = TokenLayout.packed([3, 2])
