@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay_patch.errors import RouteError
+from replay_patch.errors import LayoutError, RouteError
 from replay_patch.routes.checking import ids_dtype
 from replay_patch.routes.index import widest
 from replay_patch.routes.padding import check_lengths, fill_padding
@@ -68,6 +68,7 @@ def aligned(
 
     Raises:
         RouteError: routes that do not fit the sequences.
+        LayoutError: rows that do not fit them.
     """
     check_lengths(routes, lengths)
     topk, num_experts = routes[0].topk, routes[0].num_experts
@@ -140,11 +141,16 @@ def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> list[tuple[int, 
     """
     if not len(rows):
         return []
+    if len(rows) % step:
+        raise LayoutError(f"{len(rows)} rows: expected a multiple of the {step} sequences in them")
     side_by_side = rows.numpy().reshape(-1, step)  # one sequence in each column, or all in one
     height = len(side_by_side)
     in_order = side_by_side.T.ravel()
     at = np.flatnonzero(in_order >= 0)
     tokens = in_order[at]
+    if (np.diff(tokens) < 0).any():  # rows that no layout made: right, if slow
+        order = tokens.argsort()
+        at, tokens = at[order], tokens[order]
     starts = np.cumsum([0, *lengths])
     new = np.ones(len(at) + 1, dtype=np.bool_)  # also after the last
     new[1:-1] = (np.diff(tokens) != 1) | (np.diff(at) != 1)

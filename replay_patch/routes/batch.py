@@ -170,6 +170,7 @@ class RouteBatch(Sequence[Routes]):
 
         Raises:
             RouteError: an empty batch, or routes that do not fit the sequences or the layers.
+            LayoutError: `rows` that are not as many as the layout could have.
         """
         if not self._routes:
             raise RouteError("no trajectories: nothing says which experts there are")

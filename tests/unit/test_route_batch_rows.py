@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from replay_patch import RouteBatch, RouteError, Routes, TokenLayout
+from replay_patch import LayoutError, RouteBatch, RouteError, Routes, TokenLayout
 from replay_patch.routes.padding import padding_ids
 
 MOE_LAYERS = (2, 3, 5, 8)
@@ -106,6 +106,27 @@ def test_other_rows_than_those_of_the_layout() -> None:
     rows = batch.to_rows(cut, rows=cut.input_rows.t().flatten())
 
     assert torch.equal(rows.expert_ids, batch.to_rows(TokenLayout.packed([4])).expert_ids)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_in_any_order(packed: bool) -> None:
+    batch = RouteBatch([trajectory(4, 8, 2), trajectory(2, 8, 2)])
+    layout = TokenLayout.packed([4, 2], pad_to=8) if packed else TokenLayout.padded([4, 2], 4)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    in_order = batch.to_rows(layout)
+
+    rows = batch.to_rows(layout, rows=layout.rows[order])
+
+    assert torch.equal(rows.captured, in_order.captured[order])
+    captured = rows.captured
+    assert torch.equal(rows.expert_ids[:, captured], in_order.expert_ids[:, order][:, captured])
+
+
+def test_rows_that_do_not_fit_the_layout_are_refused() -> None:
+    batch = RouteBatch([trajectory(1, 8, 2), trajectory(1, 8, 2)])
+
+    with pytest.raises(LayoutError, match="3 rows: expected a multiple of the 2 sequences"):
+        batch.to_rows(TokenLayout.padded([1, 1], 2), rows=torch.tensor([0, 1, -1]))
 
 
 def test_a_stage_without_moe_layers() -> None:
