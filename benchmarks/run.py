@@ -12,21 +12,23 @@ from typing import Any
 import timing
 import torch
 
-from replay_patch.matrix.environments import cache_dir
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from helpers import peers  # noqa: E402
+
 PAGE = HERE.parent / "docs" / "performance.md"
 RELEASES = ("0.12.1", "0.14.0", "0.16.1", "0.19.2")
-VERL = "0.9.1"
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         startup = run("startup.py", Path(folder) / "startup.json")
-        verl = ["--verl", str(peer())]
+        routes = run("routes.py", Path(folder) / "routes.json")
+        verl = ["--verl", str(peers.folder("verl"))]
         routers = [run("router.py", Path(folder) / f"{r}.json", r, *verl) for r in RELEASES]
         schedules = [run("schedule.py", Path(folder) / f"s{r}.json", r) for r in RELEASES]
-    PAGE.write_text(page(startup, routers, schedules))
+    PAGE.write_text(page(startup, routers, schedules, routes))
     print(f"wrote {PAGE}")
 
 
@@ -37,17 +39,11 @@ def run(script: str, out: Path, *args: str) -> Any:
     return json.loads(out.read_text())
 
 
-def peer() -> Path:
-    """verl from PyPI, without what it depends on: only its replay patch is loaded."""
-    folder = cache_dir() / f"verl-{VERL}"
-    if not (folder / "verl").is_dir():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-        subprocess.run([*pip, f"verl=={VERL}"], check=True)
-    return folder
-
-
 def page(
-    startup: dict[str, Any], routers: list[dict[str, Any]], schedules: list[dict[str, Any]]
+    startup: dict[str, Any],
+    routers: list[dict[str, Any]],
+    schedules: list[dict[str, Any]],
+    routes: dict[str, Any],
 ) -> str:
     """The text of docs/performance.md."""
     lines = [
@@ -88,9 +84,16 @@ def page(
         "On 0.12 verl's patch replaces the routing function by a shorter one of its own, which "
         "does not count tokens per expert, and so has no auxiliary loss there; ours runs the "
         "release's own function.",
-    ]
-    lines += [
         "",
+        *schedules_section(schedules),
+        "",
+        *routes_section(routes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def schedules_section(schedules: list[dict[str, Any]]) -> list[str]:
+    lines = [
         "## One schedule",
         "",
         "48 MoE layers, full recompute, two microbatches, tensors of a few bytes: `replaying()` "
@@ -111,7 +114,69 @@ def page(
             f"| {result['release']} | {native:.0f} | {' | '.join(shown)} | "
             f"{result['first']:.2f} | {result['again']:.2f} | {result['bytes']} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def routes_section(result: dict[str, Any]) -> list[str]:
+    versions = peers.VERSIONS
+    lines = [
+        "## Bringing routes to the routers",
+        "",
+        "The set-up of one microbatch: B sequences of 4096 to 8192 tokens, packed, L=48 layers, "
+        "K=8, E=128, one thread, no parallelism. From the routes as the trainer has them to one "
+        "tensor for each router: ours makes the layout and copies the ids once, in uint8; SkyRL "
+        f"{versions['skyrl']} and verl {versions['verl']}, from PyPI, on Megatron-core "
+        f"{result['release']}, run their public replay paths. All hand the same ids to each "
+        "router. SkyRL's worker casts each microbatch to int32 before; `given int32` leaves that "
+        "out. verl's ids are int64 already; ours become int64 one layer at a time, when its "
+        "router is called, which `and every layer's index` includes. Peers check nothing; ours "
+        f"were checked when the `Routes` were made, which took {result['checking']:.1f} ms for a "
+        "sequence of 8192 tokens, once.",
+    ]
+    for row in result["set-up"]:
+        lines += [
+            "",
+            f"### B={row['batch']}, {row['tokens']} tokens",
+            "",
+            "| | ms | ratio to ours | held until the backward | of int32 |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for name, ms in row["ms"].items():
+            low, middle, high = row["ratio"][name]
+            held = row["held"][name]
+            lines.append(
+                f"| {name} | {ms:.2f} | {middle:.2f} ({low:.2f} ... {high:.2f}) | "
+                f"{held / 1e6:.1f} MB | {held / row['int32']:.3f} |"
+            )
+    lines += [
+        "",
+        "### One sequence on the wire",
+        "",
+        "8192 x 48 x 8 ids of 128 experts, encoded and decoded. Ours are validated when decoded "
+        "(sizes, checksum, range, duplicates); so is `into Routes`.",
+        "",
+        "| | ms | times as fast as JSON lists | ratio to unchecked base64 | MB |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    codec = result["codec"]
+    for name, ms in codec["ms"].items():
+        middle = f"{codec['ratio'][name][1]:.2f}" if name in codec["ratio"] else ""
+        faster = codec["ms"]["JSON lists"] / ms
+        size = codec["bytes"][name] / 1e6
+        lines.append(f"| {name} | {ms:.2f} | {faster:.1f} | {middle} | {size:.2f} |")
+    lines += [
+        "",
+        "### The row map",
+        "",
+        "Nanoseconds per token for making a `TokenLayout`. It knows nothing of layers and top-k.",
+        "",
+        "| tokens | " + " | ".join(result["row map"][0]["ns per token"]) + " |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in result["row map"]:
+        times = " | ".join(f"{ns:.1f}" for ns in row["ns per token"].values())
+        lines.append(f"| {row['tokens']} | {times} |")
+    return lines
 
 
 def cells(row: list[Any]) -> str:

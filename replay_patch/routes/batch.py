@@ -1,9 +1,18 @@
 """`RouteBatch`: the routes of several trajectories, kept together whatever is done to the batch."""
 
+import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
+import numpy as np
+from torch import Tensor
+
 from replay_patch.errors import RouteError
+from replay_patch.routes.aligned import AlignedRoutes, aligned, common_layers, layer_places
+from replay_patch.routes.checking import integer
+from replay_patch.routes.fields import chosen_indices
+from replay_patch.routes.layout import TokenLayout
 from replay_patch.routes.routes import Routes
 
 
@@ -31,6 +40,89 @@ class RouteBatch(Sequence[Routes]):
                     "as trajectory 0 has; a batch is of one model"
                 )
 
+    @classmethod
+    def from_padded(
+        cls,
+        ids: Any,
+        lengths: Iterable[int],
+        num_experts: int,
+        *,
+        padding_side: str = "right",
+        captured_lengths: Iterable[int] | None = None,
+        layers: str | Iterable[int] = "moe",
+        on_invalid: str = "raise",
+    ) -> "RouteBatch":
+        """From the dense tensor that trainers hold; padding is not read.
+
+        Args:
+            ids: integers [B, S, L, K] on the host: tensor, array or nested lists. A real token with
+                a -1 in its row is a hole.
+            lengths: real tokens of each sequence, host integers.
+            num_experts: E of the model.
+            padding_side: "right": tokens begin at position 0; "left": they end at S.
+            captured_lengths: how many tokens of each sequence have a route, from its first one on;
+                the rows of the others (zeros, mostly) are not read, and they are holes. None: all
+                rows without -1 are captured.
+            layers, on_invalid: as in `Routes`.
+
+        Raises:
+            RouteError: another shape or dtype, lengths that do not fit it, or an invalid row; it
+                names the trajectory.
+        """
+        dense = ids if isinstance(ids, Tensor) else _array(ids)
+        if dense.ndim != 4:
+            raise RouteError(
+                f"ids has shape {list(dense.shape)}: expected [batch, sequence, layers, topk]"
+            )
+        tokens = _lengths("lengths", lengths, dense, [dense.shape[1]] * len(dense))
+        known = tokens
+        if captured_lengths is not None:
+            known = _lengths("captured_lengths", captured_lengths, dense, tokens)
+        if padding_side not in ("left", "right"):
+            raise RouteError(f"padding_side={padding_side!r}: expected 'left' or 'right'")
+        axis = layers if isinstance(layers, str) else tuple(layers)
+        made = []
+        for place, length in enumerate(tokens):
+            begin = 0 if padding_side == "right" else dense.shape[1] - length
+            rows = dense[place, begin : begin + length]
+            captured = None if captured_lengths is None else np.arange(length) < known[place]
+            make = functools.partial(Routes, captured=captured, layers=axis, on_invalid=on_invalid)
+            made.append(_named(place, make, rows, num_experts))
+        return cls(made)
+
+    def select(self, indices: Any) -> "RouteBatch":
+        """The chosen trajectories in the chosen order, as often as they are chosen.
+
+        Where other fields belong to the same trajectories, use `select_fields` on all of them.
+
+        Args:
+            indices: places from 0, or one bool for each trajectory; list, array or host tensor.
+
+        Raises:
+            RouteError: a place that does not exist, or another number of bools.
+        """
+        return RouteBatch(self._routes[i] for i in chosen_indices(indices, len(self)))
+
+    def split(self, sizes: Iterable[int]) -> "list[RouteBatch]":
+        """Consecutive parts, as microbatches take them.
+
+        Args:
+            sizes: trajectories of each part; together all of them.
+
+        Raises:
+            RouteError: sizes that would leave trajectories out, or take more than there are.
+        """
+        if not isinstance(sizes, Iterable):
+            raise RouteError(f"sizes={sizes!r}: expected how many trajectories each part gets")
+        parts = [integer(f"sizes[{i}]", size, 0) for i, size in enumerate(sizes)]
+        if sum(parts) != len(self):
+            raise RouteError(
+                f"sizes={parts} are {sum(parts)} trajectories: expected {len(self)}, all of the "
+                "batch"
+            )
+        ends = np.cumsum([0, *parts]).tolist()
+        return [self[begin:end] for begin, end in itertools.pairwise(ends)]
+
     def for_layers(
         self,
         layer_numbers: Iterable[int],
@@ -46,13 +138,60 @@ class RouteBatch(Sequence[Routes]):
         """
         asked = tuple(layer_numbers)
         model = None if moe_layers is None else tuple(moe_layers)
-        chosen = []
-        for place, routes in enumerate(self._routes):
-            try:
-                chosen.append(routes.for_layers(asked, model, num_layers))
-            except RouteError as error:
-                raise RouteError(f"trajectory {place}: {error}") from None
-        return RouteBatch(chosen)
+        return RouteBatch(
+            _named(place, routes.for_layers, asked, model, num_layers)
+            for place, routes in enumerate(self._routes)
+        )
+
+    def to_rows(
+        self,
+        layout: TokenLayout,
+        layer_numbers: Iterable[int] | None = None,
+        moe_layers: Iterable[int] | None = None,
+        num_layers: int | None = None,
+        *,
+        rows: Tensor | None = None,
+        ep_size: int = 1,
+        first_padding: int = 0,
+    ) -> AlignedRoutes:
+        """The ids of these layers in the order of the router rows: what `for_layers` and an
+        alignment would give, in one copy.
+
+        What is made is R x L x K ids in the dtype of the routes, and less than one layer of them
+        beside it.
+
+        Args:
+            layout: of the microbatch on this rank; one trajectory for each of its sequences, of N
+                or N - 1 rows for N tokens.
+            layer_numbers, moe_layers, num_layers: as in `Routes.for_layers`. None: all layers on
+                the axis, which must be the same in all trajectories.
+            rows: int64 [R], if the routers see other rows than `layout.rows`.
+            ep_size, first_padding: of the experts that padding gets, see `padding_ids`.
+
+        Raises:
+            RouteError: an empty batch, or routes that do not fit the sequences or the layers.
+            LayoutError: `rows` that are not as many as the layout could have.
+        """
+        if not self._routes:
+            raise RouteError("no trajectories: nothing says which experts there are")
+        if layer_numbers is None:
+            places = common_layers(self._routes)
+        else:
+            asked = tuple(layer_numbers)
+            model = None if moe_layers is None else tuple(moe_layers)
+            places = [
+                _named(place, layer_places, routes, asked, model, num_layers)
+                for place, routes in enumerate(self._routes)
+            ]
+        return aligned(
+            self._routes,
+            places,
+            layout.lengths,
+            layout.rows if rows is None else rows,
+            len(layout.input_rows),
+            ep_size,
+            first_padding,
+        )
 
     def __len__(self) -> int:
         return len(self._routes)
@@ -72,3 +211,38 @@ class RouteBatch(Sequence[Routes]):
 
     def __repr__(self) -> str:
         return f"<RouteBatch of {len(self)}>"
+
+
+def _named(place: int, function: Any, *args: Any) -> Any:
+    """What the function returns; its errors say which trajectory."""
+    try:
+        return function(*args)
+    except RouteError as error:
+        raise RouteError(f"trajectory {place}: {error}") from None
+
+
+def _array(ids: Any) -> Any:
+    try:
+        return np.asarray(ids)
+    except ValueError as error:  # ragged lists
+        raise RouteError(f"ids is no array [batch, sequence, layers, topk]: {error}") from None
+
+
+def _lengths(what: str, given: Any, dense: Any, most: Sequence[int]) -> list[int]:
+    """One host integer for each sequence, at most `most`."""
+    if isinstance(given, Tensor):
+        if given.device.type != "cpu":
+            raise RouteError(f"{what} is on {given.device}: expected host integers")
+        given = given.tolist()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise RouteError(f"{what}={given!r}: expected one integer for each sequence")
+    found = [integer(f"{what}[{i}]", length, 0) for i, length in enumerate(given)]
+    if len(found) != len(dense):
+        raise RouteError(
+            f"{what} are {len(found)}, and ids has shape {list(dense.shape)}: expected one for "
+            f"each of {len(dense)} sequences"
+        )
+    for place, (length, limit) in enumerate(zip(found, most, strict=True)):
+        if length > limit:
+            raise RouteError(f"{what}[{place}] is {length}: expected at most {limit} tokens")
+    return found

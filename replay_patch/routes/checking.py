@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,15 @@ from replay_patch.errors import ReplayPatchError, RouteError
 
 Layers = str | tuple[int, ...]
 
+# Why a row that was given is not there; `Routes.notes` holds places in this list.
+CAUSES = ("", "out of range", "repeating", "unwritten", "missing", "mismatch")
+OUT_OF_RANGE, REPEATING, UNWRITTEN, MISSING, MISMATCH = range(1, len(CAUSES))
+
 # Above this many columns sorting a row is faster than comparing every pair of columns.
 _PAIRWISE_TOPK = 16
+_BLOCK = 2**16
+
+_HOLE_HINT = ". on_invalid='hole' lets such tokens route natively"
 
 
 def ids_dtype(num_experts: int) -> torch.dtype:
@@ -23,6 +31,42 @@ def ids_dtype(num_experts: int) -> torch.dtype:
     return torch.int16 if num_experts <= 32768 else torch.int32
 
 
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The fields of a `Routes`, known to be right; see there."""
+
+    expert_ids: Tensor
+    captured: Tensor
+    num_experts: int
+    start: int
+    layers: Layers
+    empty_layers: tuple[int, ...]
+    notes: Tensor | None
+
+
+def parts(
+    expert_ids: Any, num_experts: int, captured: Any, start: int, layers: Any, on_invalid: str
+) -> Parts:
+    """What is given to the constructor of `Routes`, checked, narrowed and copied."""
+    num_experts = integer("num_experts", num_experts, 1)
+    if num_experts > 2**31:
+        raise RouteError(f"num_experts is {num_experts}: expected at most 2**31, int32 ids")
+    policy("on_invalid", on_invalid, "raise", "hole")
+    ids = host_ids(expert_ids)
+    topk = ids.shape[2]
+    if not 1 <= topk <= num_experts:
+        raise RouteError(
+            f"expert_ids has shape {list(ids.shape)}, so K is {topk}: expected 1 to "
+            f"num_experts={num_experts} on the last axis, [tokens, layers, topk]"
+        )
+    axis = layer_axis(layers, ids.shape[1])
+    known = captured_rows(captured, len(ids))
+    empty = empty_layers(ids, known) if axis == "all" else []
+    stored, known, notes = checked(ids, known, num_experts, empty, axis, on_invalid)
+    first = integer("start", start, 0)
+    return Parts(stored, known, num_experts, first, axis, tuple(empty), notes)
+
+
 def checked(
     ids: Tensor,
     captured: Tensor,
@@ -30,11 +74,11 @@ def checked(
     empty: Sequence[int],
     layers: Layers,
     on_invalid: str,
-) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """(ids as they are stored, captured, rejected)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(ids as they are stored, captured, notes)."""
     stored = torch.empty(ids.shape, dtype=ids_dtype(num_experts))
     live = [place for place in range(ids.shape[1]) if place not in empty]
-    rejected = {}
+    notes = None
     least, greatest = (int(x) for x in torch.aminmax(ids)) if ids.numel() else (0, 0)
     if least >= 0 and greatest < num_experts:
         stored.copy_(ids)
@@ -46,8 +90,8 @@ def checked(
         outside = ((seen < 0) | (seen > num_experts - 1)).any(2) & captured[:, None]
         if outside.any():
             if on_invalid == "raise":
-                _refuse(seen, outside, num_experts, "out of range", live, layers)
-            rejected["out of range"] = int(outside.any(1).sum())
+                _refuse(seen, outside, num_experts, "out of range", live, layers, _HOLE_HINT)
+            notes = noted(notes, outside.any(1), OUT_OF_RANGE)
             captured = captured & ~outside.any(1)
         stored.copy_(ids.masked_fill(~captured[:, None, None], 0))
         stored[:, list(empty)] = 0
@@ -55,12 +99,42 @@ def checked(
     repeating = _repeating(seen) & captured[:, None]
     if repeating.any():
         if on_invalid == "raise":
-            _refuse(seen, repeating, num_experts, "twice in one row", live, layers)
-        rejected["repeating"] = int(repeating.any(1).sum())
+            _refuse(seen, repeating, num_experts, "twice in one row", live, layers, _HOLE_HINT)
+        notes = noted(notes, repeating.any(1), REPEATING)
         captured = captured & ~repeating.any(1)
     if not captured.all():
         stored[~captured] = 0
-    return stored, captured, rejected
+    return stored, captured, notes
+
+
+def check_stored(
+    stored: Tensor, captured: Tensor, num_experts: int, empty: Sequence[int], layers: Layers
+) -> None:
+    """Raise RouteError unless ids that are in their own dtype are those of captured tokens."""
+    if not stored.numel():
+        return
+    live = [place for place in range(stored.shape[1]) if place not in empty]
+    seen = stored[:, live] if empty else stored
+    if int(seen.min()) < 0 or int(seen.max()) >= num_experts:
+        wide = seen.to(torch.int64)
+        outside = ((wide < 0) | (wide >= num_experts)).any(2)
+        _refuse(seen, outside, num_experts, "out of range", live, layers, "")
+    repeating = _repeating(seen) & captured[:, None]
+    if repeating.any():
+        _refuse(seen, repeating, num_experts, "twice in one row", live, layers, "")
+
+
+def noted(notes: Tensor | None, tokens: Tensor, cause: int) -> Tensor:
+    """uint8 [T]: `notes` with this cause where `tokens`, bool [T], is True."""
+    if notes is None:
+        notes = torch.zeros(len(tokens), dtype=torch.uint8)
+    return notes.masked_fill(tokens, cause)
+
+
+def policy(what: str, given: Any, *known: str) -> None:
+    """Raise RouteError if `given` is none of the known words."""
+    if given not in known:
+        raise RouteError(f"{what}={given!r}: expected {' or '.join(map(repr, known))}")
 
 
 def _repeating(ids: Tensor) -> Tensor:
@@ -69,12 +143,15 @@ def _repeating(ids: Tensor) -> Tensor:
     if topk > _PAIRWISE_TOPK:
         ids = ids.sort(2).values
         return (ids[..., 1:] == ids[..., :-1]).any(2)
-    columns = ids.reshape(-1, topk).t().contiguous()
-    found = torch.zeros(tokens * layers, dtype=torch.bool)
-    for i in range(1, topk):
-        for j in range(i):
-            found |= columns[i] == columns[j]
-    return found.reshape(tokens, layers)
+    rows = ids.reshape(-1, topk).numpy()
+    found = np.zeros(len(rows), np.bool_)
+    for first in range(0, len(rows), _BLOCK):  # whose columns stay in the cache
+        columns = np.ascontiguousarray(rows[first : first + _BLOCK].T)
+        block = found[first : first + _BLOCK]
+        for i in range(1, topk):
+            for j in range(i):
+                block |= columns[i] == columns[j]
+    return torch.from_numpy(found).view(tokens, layers)
 
 
 def empty_layers(ids: Tensor, captured: Tensor) -> list[int]:
@@ -98,7 +175,13 @@ def _blank(ids: Tensor) -> Tensor:
 
 
 def _refuse(
-    ids: Tensor, bad: Tensor, num_experts: int, what: str, places: list[int], layers: Layers
+    ids: Tensor,
+    bad: Tensor,
+    num_experts: int,
+    what: str,
+    places: list[int],
+    layers: Layers,
+    hint: str,
 ) -> None:
     token, place = (int(i) for i in bad.nonzero()[0])
     row = ids[token, place].tolist()
@@ -108,7 +191,7 @@ def _refuse(
     raise RouteError(
         f"expert_ids[{token}, {axis}] (token {token}, {layer} axis) is {row}: an id is {what}; "
         f"expected distinct ids from 0 to {num_experts - 1}, or -1 for a token without a route. "
-        f"{others} more tokens are like it. on_invalid='hole' lets such tokens route natively"
+        f"{others} more tokens are like it{hint}"
     )
 
 
@@ -131,7 +214,7 @@ def host_ids(given: Any) -> Tensor:
     else:
         try:
             array = np.asarray(given)
-        except ValueError as error:  # ragged lists
+        except (ValueError, TypeError) as error:  # ragged lists, device tensors in a list
             raise RouteError(f"{what} is no array [tokens, layers, topk]: {error}") from None
         if array.dtype.kind not in "iu":
             raise RouteError(f"{what} has dtype {array.dtype}: expected integers")
@@ -148,7 +231,7 @@ def _from_numpy(array: Any) -> Tensor:
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         if array.dtype.itemsize == 8:  # not to wrap around to a -1
             array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
-        return torch.from_numpy(array.astype(np.int64))
+        return torch.from_numpy(array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64))
     # Copies what torch cannot share: other byte orders, negative strides, read-only memory.
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
 

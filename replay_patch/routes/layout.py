@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError
-from replay_patch.routes.checking import integer
+from replay_patch.routes.cut import Cut, host_integer, host_lengths
+from replay_patch.routes.index import Index, dense_shape, inverse
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +40,9 @@ class TokenLayout:
     input_rows: Tensor
     uncut: Tensor
     """int64 [B, S] or [1, T]: `input_rows` without context parallelism."""
-    cut: "Cut"
+    segments: tuple[int, ...]
+    """Sizes of the parts of S or T that context parallelism cuts one by one."""
+    cut: Cut
 
     @classmethod
     def padded(
@@ -71,8 +74,8 @@ class TokenLayout:
             LayoutError: a sequence longer than S, or an S that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
-        given = _lengths(lengths)
-        size = _round_up(_integer("max_length", max_length, 0), _align(align, cut))
+        given = host_lengths(lengths)
+        size = _round_up(host_integer("max_length", max_length, 0), _align(align, cut))
         if padding_side not in ("left", "right"):
             raise LayoutError(f"padding_side={padding_side!r}: expected 'left' or 'right'")
         uncut = torch.full((len(given), size), -1, dtype=torch.int64)
@@ -119,13 +122,13 @@ class TokenLayout:
             LayoutError: more tokens than `pad_to`, or lengths that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
-        given = _lengths(lengths)
+        given = host_lengths(lengths)
         sizes = [_round_up(length, _align(align, cut)) for length in given]
         total = sum(sizes)
         if total_align is not None:
-            total = _round_up(total, _integer("total_align", total_align, 1))
+            total = _round_up(total, host_integer("total_align", total_align, 1))
         if pad_to is not None:
-            wanted = _integer("pad_to", pad_to, 0)
+            wanted = host_integer("pad_to", pad_to, 0)
             if wanted < total or (total_align is not None and wanted % total_align):
                 raise LayoutError(
                     f"pad_to={wanted}: expected at least the {total} positions of the padded "
@@ -150,11 +153,14 @@ class TokenLayout:
         lengths: tuple[int, ...],
         padded_lengths: tuple[int, ...],
         uncut: Tensor,
-        cut: "Cut",
+        cut: Cut,
         segments: Sequence[int],
     ) -> "TokenLayout":
-        input_rows = uncut.index_select(1, cut.positions(segments))
-        return cls(lengths, padded_lengths, cut.rows(input_rows), input_rows, uncut, cut)
+        input_rows = uncut
+        if cut.cp_size > 1:
+            input_rows = uncut.index_select(1, cut.positions(segments))
+        rows = cut.rows(input_rows)
+        return cls(lengths, padded_lengths, rows, input_rows, uncut, tuple(segments), cut)
 
     @property
     def num_tokens(self) -> int:
@@ -166,6 +172,106 @@ class TokenLayout:
         """bool, shaped like `input_rows`; True = padding. Never cut for sequence parallelism."""
         return self.input_rows == -1
 
+    def align(self, values: Any, fill: Any) -> Any:
+        """Per-token values where the tokens are in this rank's model input.
+
+        Args:
+            values: [real tokens, ...], an array, or a tensor on any device.
+            fill: what padding gets; a number that the dtype can hold.
+
+        Returns:
+            [B, S, ...] or [1, T, ...], with the dtype and the device of `values`.
+
+        Raises:
+            LayoutError: another number of values, or a fill that the dtype would change.
+        """
+        return self._input.take(self._per_token(values), fill)
+
+    def align_rows(self, values: Any, fill: Any) -> Any:
+        """Per-token values in the order of this rank's router rows, [R, ...]; see `align`."""
+        return self._router.take(self._per_token(values), fill)
+
+    def shift_next_token(self, values: Any, fill: Any) -> Any:
+        """Each position gets the value of the next token of its sequence: labels from tokens.
+
+        The last token of a sequence and padding get the fill. The next token may be on another
+        context-parallel rank, so `values` are those of all real tokens.
+
+        Args:
+            values: [real tokens, ...]; or, without context parallelism and unless it is that
+                already, shaped like the model input.
+            fill: as in `align`.
+
+        Returns:
+            [B, S, ...] or [1, T, ...], as `align`.
+
+        Raises:
+            LayoutError: as `align`.
+        """
+        shape = dense_shape(values)
+        per_token = shape[:1] == (self.num_tokens,)
+        if not per_token and self.cut.cp_size == 1 and shape[:2] == tuple(self.input_rows.shape):
+            values = self.restore(values)
+        return self._next.take(self._per_token(values), fill)
+
+    def restore(self, values: Any) -> Any:
+        """The way back from `align`: what the real tokens have, without padding.
+
+        Args:
+            values: shaped like the model input; with context parallelism those of all ranks in
+                rank order, [cp_size, B, S, ...] or [cp_size, 1, T, ...].
+
+        Returns:
+            [real tokens, ...], with the dtype and the device of `values`.
+
+        Raises:
+            LayoutError: another shape.
+        """
+        expected = tuple(self.input_rows.shape)
+        if self.cut.cp_size > 1:
+            expected = (self.cut.cp_size, *expected)
+        shape = dense_shape(values)
+        if shape[: len(expected)] != expected:
+            hint = "; stack what all_gather gives" if self.cut.cp_size > 1 else ""
+            raise LayoutError(
+                f"values have shape {list(shape)}: expected {list(expected)} + [...], the model "
+                f"input of {self.cut.cp_size} context-parallel ranks{hint}"
+            )
+        return self._back.take(values.reshape(-1, *shape[len(expected) :]))
+
+    def _per_token(self, values: Any) -> Any:
+        shape = dense_shape(values)
+        if not shape or shape[0] != self.num_tokens:
+            raise LayoutError(
+                f"values have shape {list(shape)}: expected [{self.num_tokens}, ...], one for each "
+                "real token of the microbatch"
+            )
+        return values
+
+    @functools.cached_property
+    def _input(self) -> Index:
+        return Index(self.input_rows)
+
+    @functools.cached_property
+    def _router(self) -> Index:
+        return Index(self.rows)
+
+    @functools.cached_property
+    def _next(self) -> Index:
+        following = torch.arange(1, self.num_tokens + 2)
+        ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
+        following[ends[ends > 0] - 1] = -1
+        following[-1] = -1  # of padding, which is -1 itself
+        return Index(following[self.input_rows])
+
+    @functools.cached_property
+    def _back(self) -> Index:
+        ranks = [
+            self.uncut.index_select(1, self.cut.positions(self.segments, rank))
+            for rank in range(self.cut.cp_size)
+        ]
+        return Index(inverse(torch.stack(ranks), self.num_tokens))
+
     def __repr__(self) -> str:
         return (
             f"<TokenLayout of {self.num_tokens} tokens in {len(self.lengths)} sequences, input "
@@ -173,91 +279,9 @@ class TokenLayout:
         )
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a microbatch is divided over ranks, and which of them this is."""
-
-    tp_size: int = 1
-    tp_rank: int = 0
-    sequence_parallel: bool = False
-    cp_size: int = 1
-    cp_rank: int = 0
-    cp_layout: str = "zigzag"
-
-    def __post_init__(self) -> None:
-        for kind, size, rank in (
-            ("tp", self.tp_size, self.tp_rank),
-            ("cp", self.cp_size, self.cp_rank),
-        ):
-            if _integer(f"{kind}_rank", rank, 0) >= _integer(f"{kind}_size", size, 1):
-                raise LayoutError(
-                    f"{kind}_rank={rank}: expected 0 to {size - 1}, as {kind}_size={size}"
-                )
-        if self.cp_layout not in ("zigzag", "contiguous"):
-            raise LayoutError(
-                f"cp_layout={self.cp_layout!r}: expected 'zigzag' or 'contiguous'; how tokens are "
-                "cut over context-parallel ranks must be known"
-            )
-
-    @property
-    def chunks(self) -> int:
-        """Into how many equal chunks context parallelism cuts."""
-        zigzag = self.cp_layout == "zigzag" and self.cp_size > 1
-        return 2 * self.cp_size if zigzag else self.cp_size
-
-    def positions(self, segments: Sequence[int]) -> Tensor:
-        """int64: the positions of this context-parallel rank, each segment cut by itself."""
-        mine = []
-        start = 0
-        for place, size in enumerate(segments):
-            if size % self.chunks:
-                raise LayoutError(
-                    f"padded length {size} (segment {place}): expected a multiple of {self.chunks} "
-                    f"for cp_size={self.cp_size}, {self.cp_layout}; align must be a multiple of it"
-                )
-            step = size // self.chunks
-            chunks = {self.cp_rank}
-            if self.chunks > self.cp_size:
-                chunks.add(self.chunks - 1 - self.cp_rank)
-            for chunk in sorted(chunks):
-                mine.append(torch.arange(start + chunk * step, start + (chunk + 1) * step))
-            start += size
-        return torch.cat(mine) if mine else torch.arange(0)
-
-    def rows(self, input_rows: Tensor) -> Tensor:
-        """Router rows of this rank, from its model input: sequence first, then cut for SP."""
-        if not self.sequence_parallel:
-            return input_rows.t().flatten()
-        size = input_rows.shape[1]
-        if size % self.tp_size:
-            raise LayoutError(
-                f"{size} positions on a rank: expected a multiple of tp_size={self.tp_size} for "
-                "sequence parallelism; align must be a multiple of it"
-            )
-        part = size // self.tp_size
-        return input_rows.narrow(1, self.tp_rank * part, part).t().flatten()
-
-
 def _align(given: int | None, cut: Cut) -> int:
-    return cut.tp_size * cut.chunks if given is None else _integer("align", given, 1)
+    return cut.tp_size * cut.chunks if given is None else host_integer("align", given, 1)
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _lengths(given: Any) -> tuple[int, ...]:
-    if isinstance(given, Tensor):
-        if given.device.type != "cpu":
-            raise LayoutError(
-                f"lengths is on {given.device}: expected host integers, as a layout never waits "
-                "for a device; take them before the batch is moved"
-            )
-        given = given.tolist()
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise LayoutError(f"lengths={given!r}: expected one integer for each sequence")
-    return tuple(_integer(f"lengths[{i}]", length, 0) for i, length in enumerate(given))
-
-
-def _integer(what: str, given: Any, least: int) -> int:
-    return integer(what, given, least, LayoutError)

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import checking
-from replay_patch.routes.checking import Layers
+from replay_patch.routes import checking, engines, merging, wire
+from replay_patch.routes.axis import axis_numbers
+from replay_patch.routes.checking import CAUSES, Parts
+from replay_patch.routes.responses import Form
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class Routes:
+class Routes(Parts):
     """The experts that one trajectory's tokens went through; its fields are never changed.
 
     A token is *captured* if its row is known in every layer, else it is a hole: a real token that
@@ -33,16 +34,9 @@ class Routes:
             row i is layer i + 1, dense layers included. A tuple: these layer numbers (from 1).
         empty_layers: with "all", places on the layer axis that hold nothing but zeros or -1, as
             engines fill dense layers in. They are stored as zeros, and cannot be selected.
-        rejected: how many tokens `on_invalid="hole"` made holes, by cause.
+        notes: uint8 [T], or None if there is nothing to say: for each token why a row that was
+            given is not here, as a place in `checking.CAUSES`. `rejected` counts it.
     """
-
-    expert_ids: Tensor
-    captured: Tensor
-    num_experts: int
-    start: int
-    layers: Layers
-    empty_layers: tuple[int, ...]
-    rejected: dict[str, int]
 
     def __init__(
         self,
@@ -69,27 +63,8 @@ class Routes:
         Raises:
             RouteError: no integers, a wrong shape, an unclear layer axis, or an invalid row.
         """
-        num_experts = checking.integer("num_experts", num_experts, 1)
-        if num_experts > 2**31:
-            raise RouteError(f"num_experts is {num_experts}: expected at most 2**31, int32 ids")
-        if on_invalid not in ("raise", "hole"):
-            raise RouteError(f"on_invalid={on_invalid!r}: expected 'raise' or 'hole'")
-        ids = checking.host_ids(expert_ids)
-        topk = ids.shape[2]
-        if not 1 <= topk <= num_experts:
-            raise RouteError(
-                f"expert_ids has shape {list(ids.shape)}, so K is {topk}: expected 1 to "
-                f"num_experts={num_experts} on the last axis, [tokens, layers, topk]"
-            )
-        layers = checking.layer_axis(layers, ids.shape[1])
-        known = checking.captured_rows(captured, len(ids))
-        empty = checking.empty_layers(ids, known) if layers == "all" else []
-        stored, known, rejected = checking.checked(
-            ids, known, num_experts, empty, layers, on_invalid
-        )
-        self._fill(
-            stored, known, num_experts, checking.integer("start", start, 0), layers, empty, rejected
-        )
+        made = checking.parts(expert_ids, num_experts, captured, start, layers, on_invalid)
+        vars(self).update(vars(made))
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +80,19 @@ class Routes:
     def topk(self) -> int:
         """K."""
         return self.expert_ids.shape[2]
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Tokens whose given row is not here, by cause.
+
+        Holes: "out of range", "repeating" (an expert twice), "unwritten" (a buffer nobody wrote),
+        "missing" (the engine returned nothing). Captured: "mismatch" (two pieces disagreed, and
+        `append` kept the earlier row). Holes that come from -1 or `captured` are not among them.
+        """
+        if self.notes is None:
+            return {}
+        counts = torch.bincount(self.notes, minlength=len(CAUSES)).tolist()
+        return {cause: n for cause, n in zip(CAUSES, counts, strict=True) if cause and n}
 
     def for_layers(
         self,
@@ -129,9 +117,9 @@ class Routes:
         strange = sorted(set(asked) - set(model)) if model is not None else []
         if model is not None and strange:
             raise RouteError(f"layers {strange} are no MoE layers: this model has {list(model)}")
-        axis = self._axis(asked, model, num_layers)
+        axis = axis_numbers(self.layers, self.num_layers, asked, model, num_layers)
         if asked == axis and not self.empty_layers:
-            return self if self.layers == axis else self._with(self.expert_ids, axis)
+            return self if self.layers == axis else self._with(layers=axis)
         places = {number: place for place, number in enumerate(axis)}
         lacking = [number for number in asked if number not in places]
         if lacking:
@@ -147,66 +135,151 @@ class Routes:
                 "they were not captured, or the axis means something else"
             )
         selected = self.expert_ids.index_select(1, torch.tensor(index, dtype=torch.int64))
-        return self._with(selected, asked)
+        return self._with(expert_ids=selected, layers=asked, empty_layers=())
 
-    def _axis(
-        self, asked: tuple[int, ...], model: tuple[int, ...] | None, num_layers: int | None
-    ) -> tuple[int, ...]:
-        """The layer number of each place on the layer axis."""
-        rows = self.num_layers
-        if isinstance(self.layers, tuple):
-            return self.layers
-        if self.layers == "all":
-            if num_layers not in (None, rows):
-                raise RouteError(
-                    f"{rows} layers of routes with layers='all', and the model has {num_layers}: "
-                    "say which layers they are, layers=(number, ...)"
-                )
-            return tuple(range(1, rows + 1))
-        if model is None and num_layers == rows:
-            model = tuple(range(1, rows + 1))
-        elif model is None and len(asked) == rows:
-            model = tuple(sorted(asked))
-        if model is None:
-            raise RouteError(
-                f"{rows} layers of routes with layers='moe', and {len(asked)} layers asked for: "
-                "which MoE layers the model has decides where they are; pass moe_layers="
-            )
-        if len(model) != rows:
-            raise RouteError(
-                f"{rows} layers of routes with layers='moe', and the model has {len(model)} MoE "
-                f"layers, {list(model)}: say layers='all' if dense layers are among them, or which "
-                "they are, layers=(number, ...)"
-            )
-        return model
+    def append(
+        self,
+        later: "Routes",
+        on_mismatch: str = "raise",
+        *,
+        on_gap: str = "raise",
+        name: str | None = None,
+    ) -> "Routes":
+        """This piece and a later one of the same trajectory: the next turn, a resumed generation.
 
-    def _with(self, expert_ids: Tensor, layers: tuple[int, ...]) -> "Routes":
-        """The same tokens with other ids, which are known to be right."""
-        new = Routes.__new__(Routes)
-        new._fill(
-            expert_ids, self.captured, self.num_experts, self.start, layers, (), self.rejected
-        )
+        Where both have a token, the earlier row stays, as its pass produced the token; a hole in
+        one is filled by the other. A later piece without new rows changes nothing else.
+
+        Args:
+            later: rows from its `start` on; it may begin at 0 again and repeat what is known.
+            on_mismatch: both have captured a token, with other experts (the order in a row does
+                not matter): "raise", or "count" as "mismatch" in `rejected`.
+            on_gap: tokens between the pieces. One is always a hole: the last sampled token of the
+                earlier piece has no route. More: "raise", or "hole" for all of them.
+            name: what error messages begin with, such as "trajectory 3, turn 2".
+
+        Raises:
+            RouteError: pieces of different models or layers, a mismatch, a gap.
+        """
+        return self._of(merging.append(self, later, on_mismatch, on_gap, name))
+
+    def truncate(self, num_tokens: int) -> "Routes":
+        """The routes of the trajectory's first `num_tokens` tokens, those before `start` counted.
+
+        A copy, so that what was cut off is freed; self if there is nothing to cut.
+
+        Raises:
+            RouteError: no host integer from 0 on.
+        """
+        end = checking.integer("num_tokens", num_tokens, 0)
+        if end >= self.start + self.num_tokens:
+            return self
+        kept = self[: max(0, end - self.start)]
+        return kept._with(start=min(self.start, end))
+
+    def __getitem__(self, rows: slice) -> "Routes":
+        """Some consecutive rows, as a copy; `start` moves along."""
+        return self._of(merging.cut(self, rows))
+
+    def to_wire(self) -> dict[str, Any]:
+        """A dict that every JSON library takes; see `wire`.
+
+        Raises:
+            WireError: more tokens or layers than a message may have.
+        """
+        return wire.to_dict(self)
+
+    @classmethod
+    def from_wire(cls, message: Any) -> "Routes":
+        """What `to_wire` gave, through JSON or not. Nothing in it is trusted.
+
+        Raises:
+            WireError: anything else.
+        """
+        return cls._of(wire.from_dict(message))
+
+    def to_bytes(self) -> bytes:
+        """A fixed header and the compact arrays; see `wire`.
+
+        Raises:
+            WireError: as `to_wire`.
+        """
+        return wire.to_bytes(self)
+
+    @classmethod
+    def from_bytes(cls, message: Any) -> "Routes":
+        """What `to_bytes` gave: bytes, bytearray or memoryview. Nothing in it is trusted.
+
+        Raises:
+            WireError: anything else.
+        """
+        return cls._of(wire.from_bytes(message))
+
+    @classmethod
+    def from_engine(
+        cls,
+        payload: Any,
+        engine: str,
+        *,
+        num_experts: int,
+        num_tokens: int,
+        on_invalid: str = "raise",
+        topk: int | None = None,
+        num_layers: int | None = None,
+        layers: str | Iterable[int] | None = None,
+        start: int | None = None,
+        missing: int | None = None,
+        dtype: str | None = None,
+        choice: int | None = None,
+        max_run: int | None = None,
+        name: str | None = None,
+    ) -> "Routes":
+        """What a rollout engine returned for one trajectory; `docs/routes.md` has all forms.
+
+        Args:
+            payload: the response, the completion in it, its field, or None: the engine has none.
+            engine: "vllm", "sglang" or "megatron".
+            num_experts: E of the model, shared experts not counted.
+            num_tokens: N, accepted tokens of the whole trajectory, prompt included.
+            on_invalid: of a row that cannot be a route, and of a missing payload: "raise", or
+                "hole", which counts it in `rejected`. A wrong shape or number of rows is an error
+                always.
+            topk: K; flat forms need it.
+            num_layers: places on the layer axis, whatever it means; flat forms need it.
+            layers: as in the constructor; None: as the engine does it, "moe" for Megatron and for
+                vLLM's split form, else "all".
+            start: tokens that the request asked to leave out; None: what the payload says, or 0.
+                A server that ignores it is told by the number of rows, and what it returned then
+                begins at 0.
+            missing: tokens at the end that have no row; None: 1, and without `start` also 0.
+                2 for a prefill only, or if the trainer added an end token itself.
+            dtype: of raw bytes, little-endian; None: what the payload says, or int32.
+            choice: which completion, if the response has several.
+            max_run: so many tokens in a row may have the same experts in all layers; more are a
+                buffer that nobody wrote. None: by the model's size, at least 15.
+            name: what error messages begin with, such as "trajectory 3, turn 2".
+
+        Raises:
+            RouteError: it cannot be understood without guessing, or is invalid.
+        """
+        form = Form(topk, num_layers, layers, start, missing, dtype, choice, max_run)
+        made = engines.read(payload, engine, num_experts, num_tokens, on_invalid, form, name)
+        return cls._of(made)
+
+    @classmethod
+    def _of(cls, made: Parts) -> "Routes":
+        """The routes of checked parts."""
+        if isinstance(made, Routes):
+            return made
+        new = cls.__new__(cls)
+        vars(new).update(vars(made))
         return new
 
-    def _fill(
-        self,
-        expert_ids: Tensor,
-        captured: Tensor,
-        num_experts: int,
-        start: int,
-        layers: Layers,
-        empty_layers: Iterable[int],
-        rejected: dict[str, int],
-    ) -> None:
-        vars(self).update(
-            expert_ids=expert_ids,
-            captured=captured,
-            num_experts=num_experts,
-            start=start,
-            layers=layers,
-            empty_layers=tuple(empty_layers),
-            rejected=dict(rejected),
-        )
+    def _with(self, **fields: Any) -> "Routes":
+        """The same with other fields, which are known to be right."""
+        new = Routes.__new__(Routes)
+        vars(new).update(vars(self) | fields)
+        return new
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.expert_ids.shape))

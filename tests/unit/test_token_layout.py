@@ -1,139 +1,41 @@
 """Where the tokens of a microbatch are: against a reference in plain Python, and known cases."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
+from helpers import token_layouts
+from helpers.token_layouts import Case
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from replay_patch import LayoutError, TokenLayout
 
 
-def chunk_of(positions: list[int], size: int, rank: int, layout: str) -> list[int]:
-    """What context parallelism leaves of some positions on one rank."""
-    pieces = 2 * size if layout == "zigzag" and size > 1 else size
-    step = len(positions) // pieces
-    cut = [positions[i * step : (i + 1) * step] for i in range(pieces)]
-    return cut[rank] + (cut[-1 - rank] if pieces > size else [])
+@settings(max_examples=300, deadline=None)
+@given(token_layouts.cases)
+def test_every_position_and_row_has_its_token(case: Case) -> None:
+    layout = case.make()
 
-
-def reference(
-    sequences: list[list[int]], packed: bool, cut: dict[str, Any]
-) -> tuple[list[list[int]], list[int]]:
-    """(input rows, router rows) of padded sequences of token numbers."""
-    cp = cut["cp_size"], cut["cp_rank"], cut["cp_layout"]
-    if packed and cut["cp_layout"] == "zigzag":
-        parts = [chunk_of(sequence, *cp) for sequence in sequences]
-        inputs = [list(itertools.chain.from_iterable(parts))]
-    elif packed:
-        inputs = [chunk_of(list(itertools.chain.from_iterable(sequences)), *cp)]
-    else:
-        inputs = [chunk_of(sequence, *cp) for sequence in sequences]
-    positions = list(range(len(inputs[0]) if inputs else 0))
-    if cut["sequence_parallel"]:
-        step = len(positions) // cut["tp_size"]
-        positions = positions[cut["tp_rank"] * step : (cut["tp_rank"] + 1) * step]
-    return inputs, [sequence[at] for at in positions for sequence in inputs]
-
-
-def numbered(lengths: list[int]) -> list[list[int]]:
-    tokens = itertools.count()
-    return [[next(tokens) for _ in range(length)] for length in lengths]
-
-
-def up(number: int, multiple: int) -> int:
-    return next(n for n in itertools.count(number) if n % multiple == 0)
-
-
-def default_align(cut: dict[str, Any]) -> int:
-    zigzag = cut["cp_layout"] == "zigzag" and cut["cp_size"] > 1
-    return int(cut["tp_size"] * (2 * cut["cp_size"] if zigzag else cut["cp_size"]))
-
-
-@st.composite
-def cuts(draw: Any) -> dict[str, Any]:
-    tp_size, cp_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    return {
-        "tp_size": tp_size,
-        "tp_rank": draw(st.integers(0, tp_size - 1)),
-        "sequence_parallel": draw(st.booleans()),
-        "cp_size": cp_size,
-        "cp_rank": draw(st.integers(0, cp_size - 1)),
-        "cp_layout": draw(st.sampled_from(["zigzag", "contiguous"])),
-    }
-
-
-some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5)
-
-
-@settings(max_examples=150, deadline=None)
-@given(some_lengths, st.integers(0, 4), st.sampled_from(["left", "right"]), cuts(), st.data())
-def test_padded(lengths: list[int], more: int, side: str, cut: dict[str, Any], data: Any) -> None:
-    align = data.draw(st.sampled_from([None, default_align(cut) * 2]))
-    size = up(max(lengths) + more, align or default_align(cut))
-    padding = [[-1] * (size - length) for length in lengths]
-    sequences = [
-        tokens + empty if side == "right" else empty + tokens
-        for tokens, empty in zip(numbered(lengths), padding, strict=True)
-    ]
-
-    layout = TokenLayout.padded(lengths, max(lengths) + more, padding_side=side, align=align, **cut)
-
-    check(layout, reference(sequences, False, cut), lengths, [size] * len(lengths))
-
-
-@settings(max_examples=150, deadline=None)
-@given(some_lengths, cuts(), st.data())
-def test_packed(lengths: list[int], cut: dict[str, Any], data: Any) -> None:
-    least = default_align(cut)
-    align = data.draw(st.sampled_from([None, 2 * least]))
-    total_align = data.draw(st.sampled_from([None, 4 * least]))
-    sizes = [up(length, align or least) for length in lengths]
-    total = up(sum(sizes), total_align or 1)
-    pad_to = data.draw(st.sampled_from([None, total, total + 4 * least]))
-    sizes[-1] += (pad_to or total) - sum(sizes)
-    sequences = [
-        tokens + [-1] * (size - len(tokens))
-        for tokens, size in zip(numbered(lengths), sizes, strict=True)
-    ]
-
-    layout = TokenLayout.packed(lengths, align=align, total_align=total_align, pad_to=pad_to, **cut)
-
-    check(layout, reference(sequences, True, cut), lengths, sizes)
-
-
-def check(
-    layout: TokenLayout,
-    expected: tuple[list[list[int]], list[int]],
-    lengths: list[int],
-    sizes: list[int],
-) -> None:
-    inputs, rows = expected
-    assert layout.input_rows.tolist() == inputs
-    assert layout.rows.tolist() == rows
+    assert layout.input_rows.tolist() == case.inputs
+    assert layout.rows.tolist() == case.rows
     assert layout.input_rows.dtype == layout.rows.dtype == torch.int64
-    assert layout.padding_mask.tolist() == [[token == -1 for token in row] for row in inputs]
+    assert layout.padding_mask.tolist() == [[token == -1 for token in row] for row in case.inputs]
     assert layout.padding_mask.dtype is torch.bool
-    assert (layout.lengths, layout.padded_lengths) == (tuple(lengths), tuple(sizes))
-    assert layout.num_tokens == sum(lengths)
+    assert layout.lengths == tuple(case.lengths)
+    assert layout.padded_lengths == tuple(case.sizes)
+    assert layout.num_tokens == sum(case.lengths)
 
 
 @settings(max_examples=60, deadline=None)
-@given(some_lengths, cuts(), st.booleans())
-def test_every_token_is_on_one_rank(lengths: list[int], cut: dict[str, Any], packed: bool) -> None:
-    def on(cp_rank: int, tp_rank: int) -> TokenLayout:
-        where = cut | {"cp_rank": cp_rank, "tp_rank": tp_rank}
-        if packed:
-            return TokenLayout.packed(lengths, **where)
-        return TokenLayout.padded(lengths, max(lengths), **where)
-
-    tp_ranks = range(cut["tp_size"] if cut["sequence_parallel"] else 1)
-    rows = [on(c, t).rows.tolist() for c in range(cut["cp_size"]) for t in tp_ranks]
+@given(token_layouts.cases)
+def test_every_token_is_on_one_rank(case: Case) -> None:
+    tp_ranks = range(case.cut["tp_size"] if case.cut["sequence_parallel"] else 1)
+    rows = [
+        case.on(c, t).make().rows.tolist() for c in range(case.cut["cp_size"]) for t in tp_ranks
+    ]
 
     tokens = sorted(token for rank in rows for token in rank if token >= 0)
-    assert tokens == list(range(sum(lengths)))
+    assert tokens == list(range(sum(case.lengths)))
     assert len({len(rank) for rank in rows}) == 1
 
 
@@ -163,6 +65,20 @@ def test_padding_of_each_sequence_stays_with_it() -> None:  # 51
 
 def test_every_sample_starts_where_the_model_has_it() -> None:  # 44
     assert TokenLayout.packed([3, 2]).rows.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_alignment_counts_rows_and_not_elements() -> None:  # 47
+    ranks = [TokenLayout.packed([1], align=4, cp_size=2, cp_rank=rank) for rank in range(2)]
+    ids = torch.ones(1, 48, 8, dtype=torch.uint8)
+
+    assert [layout.align(ids, 0).shape for layout in ranks] == [(1, 2, 48, 8)] * 2
+    assert [layout.align_rows(ids, 0).sum() for layout in ranks] == [48 * 8, 0]
+
+
+def test_lengths_of_nested_tensors() -> None:  # 50
+    nested = torch.nested.as_nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
+
+    assert TokenLayout.packed(nested.offsets().diff()).lengths == (3, 1)
 
 
 def test_padding_for_low_precision_is_a_number() -> None:  # 49

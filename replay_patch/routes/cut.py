@@ -1,0 +1,112 @@
+"""How a microbatch is divided over tensor-parallel and context-parallel ranks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay_patch.errors import LayoutError
+from replay_patch.routes.checking import integer
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The sizes of the groups, and which rank this is.
+
+    Raises:
+        LayoutError: a rank outside its group, or a `cp_layout` that is not known.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    sequence_parallel: bool = False
+    cp_size: int = 1
+    cp_rank: int = 0
+    cp_layout: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        for kind, size, rank in (
+            ("tp", self.tp_size, self.tp_rank),
+            ("cp", self.cp_size, self.cp_rank),
+        ):
+            if host_integer(f"{kind}_rank", rank, 0) >= host_integer(f"{kind}_size", size, 1):
+                raise LayoutError(
+                    f"{kind}_rank={rank}: expected 0 to {size - 1}, as {kind}_size={size}"
+                )
+        if self.cp_layout not in ("zigzag", "contiguous"):
+            raise LayoutError(
+                f"cp_layout={self.cp_layout!r}: expected 'zigzag' or 'contiguous'; how tokens are "
+                "cut over context-parallel ranks must be known"
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Into how many equal chunks context parallelism cuts."""
+        zigzag = self.cp_layout == "zigzag" and self.cp_size > 1
+        return 2 * self.cp_size if zigzag else self.cp_size
+
+    def positions(self, segments: Sequence[int], cp_rank: int | None = None) -> Tensor:
+        """int64: the positions that a context-parallel rank has of segments cut one by one.
+
+        Args:
+            segments: the size of each.
+            cp_rank: the rank in question; None: this one.
+
+        Raises:
+            LayoutError: a segment that cannot be cut into equal chunks.
+        """
+        rank = self.cp_rank if cp_rank is None else cp_rank
+        mine = []
+        start = 0
+        for place, size in enumerate(segments):
+            if size % self.chunks:
+                raise LayoutError(
+                    f"padded length {size} (segment {place}): expected a multiple of {self.chunks} "
+                    f"for cp_size={self.cp_size}, {self.cp_layout}; align must be a multiple of it"
+                )
+            step = size // self.chunks
+            chunks = {rank}
+            if self.chunks > self.cp_size:
+                chunks.add(self.chunks - 1 - rank)
+            for chunk in sorted(chunks):
+                mine.append(torch.arange(start + chunk * step, start + (chunk + 1) * step))
+            start += size
+        return torch.cat(mine) if mine else torch.arange(0)
+
+    def rows(self, input_rows: Tensor) -> Tensor:
+        """Router rows of this rank, from its model input: sequence first, then cut for SP.
+
+        Raises:
+            LayoutError: positions that cannot be shared equally between the ranks.
+        """
+        if not self.sequence_parallel:
+            return input_rows.t().flatten()
+        size = input_rows.shape[1]
+        if size % self.tp_size:
+            raise LayoutError(
+                f"{size} positions on a rank: expected a multiple of tp_size={self.tp_size} for "
+                "sequence parallelism; align must be a multiple of it"
+            )
+        part = size // self.tp_size
+        return input_rows.narrow(1, self.tp_rank * part, part).t().flatten()
+
+
+def host_integer(what: str, given: Any, least: int) -> int:
+    """`given` as an int that is at least `least`, else a LayoutError."""
+    return integer(what, given, least, LayoutError)
+
+
+def host_lengths(given: Any) -> tuple[int, ...]:
+    """Lengths as ints from 0 on, else a LayoutError; never read from a device."""
+    if isinstance(given, Tensor):
+        if given.device.type != "cpu":
+            raise LayoutError(
+                f"lengths is on {given.device}: expected host integers, as a layout never waits "
+                "for a device; take them before the batch is moved"
+            )
+        given = given.tolist()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise LayoutError(f"lengths={given!r}: expected one integer for each sequence")
+    return tuple(host_integer(f"lengths[{i}]", length, 0) for i, length in enumerate(given))

@@ -1,0 +1,122 @@
+"""Choosing among trajectories, in routes and in everything else that is kept beside them."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replay_patch.errors import RouteError
+
+
+def select_fields(
+    fields: Mapping[str, Any], indices: Any, *, shared: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Every per-trajectory field of a batch for the chosen trajectories, in the chosen order.
+
+    For dynamic sampling, filtering, reordering and repeating: routes that stay behind when the
+    rest is filtered belong to other trajectories then, and nothing else would tell.
+
+    Args:
+        fields: by name: lists, tuples, arrays, tensors (dense or nested, on any device),
+            `RouteBatch`, or mappings of such. None is a field that is absent, and stays None.
+        indices: trajectories from 0, in the order wanted; or bool, one for each trajectory.
+        shared: names of fields that are not per trajectory; they are passed on as they are.
+
+    Returns:
+        A new dict with the names of `fields`; each field is of the type that it was.
+
+    Raises:
+        RouteError: a field of another number of trajectories than the others, or without one (it
+            names the field); an index that is out of range.
+    """
+    passed = set(shared)
+    unknown = sorted(passed - set(fields))
+    if unknown:
+        raise RouteError(f"shared names {unknown}: there is no such field, only {list(fields)}")
+    sizes = dict(_sizes({k: v for k, v in fields.items() if k not in passed}, ""))
+    first, count = next(iter(sizes.items()), ("", 0))
+    for name, size in sizes.items():
+        if size != count:
+            raise RouteError(
+                f"field {name!r} has {size} entries: expected {count}, one for each trajectory, "
+                f"as field {first!r} has"
+            )
+    chosen = chosen_indices(indices, count)
+    return {k: v if k in passed else _select(v, chosen) for k, v in fields.items()}
+
+
+def chosen_indices(given: Any, count: int) -> list[int]:
+    """Host integers from 0 to count - 1.
+
+    Args:
+        given: integers, or one bool for each of `count`; list, array or host tensor.
+        count: of what is chosen from.
+
+    Raises:
+        RouteError: anything else; -1 too, which elsewhere means the last, and here nothing.
+    """
+    if isinstance(given, Tensor):
+        if given.device.type != "cpu":
+            raise RouteError(f"indices is on {given.device}: expected host integers")
+        given = given.tolist()
+    elif isinstance(given, np.ndarray):
+        given = given.tolist()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise RouteError(f"indices={given!r}: expected integers, or one bool for each trajectory")
+    entries = list(given)
+    if entries and all(isinstance(entry, bool | np.bool_) for entry in entries):
+        if len(entries) != count:
+            raise RouteError(f"indices are {len(entries)} bools: expected {count}, one for each")
+        return [place for place, entry in enumerate(entries) if entry]
+    return [_index(place, entry, count) for place, entry in enumerate(entries)]
+
+
+def _index(place: int, given: Any, count: int) -> int:
+    try:
+        if isinstance(given, bool | np.bool_):
+            raise TypeError("a bool among integers")
+        index = operator.index(given)
+    except TypeError:
+        index = -1
+    if not 0 <= index < count:
+        raise RouteError(f"indices[{place}] is {given!r}: expected a place from 0 to {count - 1}")
+    return index
+
+
+def _sizes(fields: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, int]]:
+    for key, value in fields.items():
+        name = f"{prefix}{key}"
+        if value is None:
+            continue
+        if isinstance(value, Mapping):
+            yield from _sizes(value, f"{name}.")
+        elif isinstance(value, Tensor | np.ndarray) and value.ndim:
+            yield name, value.size(0) if isinstance(value, Tensor) else len(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            yield name, len(value)
+        else:
+            raise RouteError(
+                f"field {name!r} is a {type(value).__name__}, and has no trajectories: expected a "
+                "list, an array, a tensor or a RouteBatch; or name it in shared=..."
+            )
+
+
+def _select(value: Any, chosen: list[int]) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {key: _select(entry, chosen) for key, entry in value.items()}
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            parts = value.unbind()
+            return torch.nested.as_nested_tensor([parts[i] for i in chosen], layout=value.layout)
+        return value.index_select(0, torch.tensor(chosen, dtype=torch.int64).to(value.device))
+    if isinstance(value, np.ndarray):
+        return value[np.array(chosen, dtype=np.int64)]
+    if hasattr(value, "select"):
+        return value.select(chosen)
+    picked = [value[i] for i in chosen]
+    return tuple(picked) if isinstance(value, tuple) else picked

@@ -1,0 +1,148 @@
+"""Rows that no route was captured for: which experts padding gets, and what is padding at all.
+
+P rows of padding, L layers, E experts, K top-k, B sequences, S positions, T packed positions.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from replay_patch.errors import LayoutError, RouteError
+from replay_patch.routes.checking import ids_dtype
+from replay_patch.routes.index import widest
+from replay_patch.routes.layout import TokenLayout
+from replay_patch.routes.routes import Routes
+
+
+class RouterMasks(NamedTuple):
+    """bool [B, S] or [1, T] each, shaped as the model input; no position is True in both.
+
+    Attributes:
+        padding: no token at all. This is Megatron's `padding_mask`, where True = padding.
+        holes: real tokens without a captured route. They route natively, and are no padding: in
+            the mask they would drop out of the expert bias and of the auxiliary losses.
+    """
+
+    padding: Tensor
+    holes: Tensor
+
+
+def router_masks(routes: Sequence[Routes], layout: TokenLayout) -> RouterMasks:
+    """What is padding in a rank's model input, and which of its tokens are holes.
+
+    Args:
+        routes: one per sequence of the layout; a `RouteBatch` or a list.
+        layout: of the microbatch on this rank.
+
+    Raises:
+        RouteError: routes that do not fit the sequences.
+    """
+    holes = layout.align(~captured_tokens(routes, layout.lengths), False)
+    return RouterMasks(layout.padding_mask, holes)
+
+
+def captured_tokens(routes: Sequence[Routes], lengths: Sequence[int]) -> Tensor:
+    """bool [real tokens]: which have a captured route.
+
+    Args:
+        routes: one per sequence, of N or N - 1 rows for N tokens, those before `start` included.
+        lengths: N of each.
+
+    Raises:
+        RouteError: routes that do not fit the sequences.
+    """
+    check_lengths(routes, lengths)
+    known = torch.zeros(sum(lengths), dtype=torch.bool)
+    first = 0
+    for one, length in zip(routes, lengths, strict=True):
+        known[first + one.start : first + one.start + one.num_tokens] = one.captured
+        first += length
+    return known
+
+
+def check_lengths(routes: Sequence[Routes], lengths: Sequence[int]) -> None:
+    """Raise RouteError unless there is one trajectory for each sequence, as long as it."""
+    if len(routes) != len(lengths):
+        raise RouteError(f"routes of {len(routes)} sequences: the layout has {len(lengths)}")
+    for place, (one, length) in enumerate(zip(routes, lengths, strict=True)):
+        if one.start + one.num_tokens not in (length, length - 1):
+            what = f"{one.num_tokens} rows" + (f" from token {one.start} on" if one.start else "")
+            raise RouteError(
+                f"trajectory {place} has routes of {what}: expected to end after {length} tokens, "
+                f"or after {length - 1}, as the last token of a rollout has no route"
+            )
+
+
+# --- experts for padding ----------------------------------------------------------------------
+
+
+def padding_ids(
+    num_layers: int, num_rows: int, topk: int, num_experts: int, ep_size: int = 1, first: int = 0
+) -> Tensor:
+    """Distinct experts for rows of padding, so that no expert and no rank gets more than others.
+
+    Any run of consecutive choices differs by at most one between two experts, and between two
+    expert-parallel ranks; so does what is in one layer, and what is in all of them.
+
+    Args:
+        num_layers: L.
+        num_rows: P.
+        topk: K.
+        num_experts: E.
+        ep_size: expert-parallel ranks; rank r has experts r * E / ep_size and the following.
+        first: how many choices were made before; each layer goes on where the last one ended.
+
+    Returns:
+        [L, P, K], with the dtype in which routes of E experts are stored.
+
+    Raises:
+        RouteError: more choices for a row than experts, or experts that ranks cannot share.
+    """
+    out = torch.empty(num_layers, num_rows, topk, dtype=ids_dtype(num_experts))
+    rows = torch.arange(num_rows)
+    fill_padding(out, rows, num_experts, ep_size, first)
+    return out
+
+
+def fill_padding(
+    ids: Tensor, rows: Tensor, num_experts: int, ep_size: int = 1, first: int = 0
+) -> int:
+    """Write what `padding_ids` gives into some rows of [L, R, K], and say where the next begins.
+
+    Args:
+        ids: [L, R, K] on the host.
+        rows: int64 [P].
+        num_experts, ep_size, first: as there.
+
+    Returns:
+        `first` of the next call.
+
+    Raises:
+        RouteError, LayoutError: as there; ids of a dtype that cannot hold the experts.
+    """
+    num_layers, _, topk = ids.shape
+    if not 1 <= topk <= num_experts:
+        raise RouteError(f"top-k {topk}: expected 1 to {num_experts}, distinct experts for a row")
+    if num_experts - 1 > torch.iinfo(ids.dtype).max:
+        raise LayoutError(f"ids of dtype {ids.dtype} cannot hold expert {num_experts - 1}")
+    if ep_size < 1 or num_experts % ep_size:
+        raise RouteError(f"{num_experts} experts over {ep_size} ranks: expected an equal number")
+    size = len(rows) * topk
+    if not size:
+        return first
+    element = widest(ids)
+    wide = ids.view(element)
+    choices = _cycle(num_experts, ep_size, size).to(ids.dtype)
+    for layer in range(num_layers):
+        begin = (first + layer * size) % num_experts
+        chosen = choices[begin : begin + size].clone().view(-1, topk)
+        wide[layer].index_copy_(0, rows, chosen.view(element))
+    return first + num_layers * size
+
+
+def _cycle(num_experts: int, ep_size: int, size: int) -> Tensor:
+    """int64 [size + E]: each expert once, rank after rank in turn, over and over."""
+    once = torch.arange(num_experts).view(ep_size, -1).t().flatten()
+    return once.repeat(-(-(size + num_experts) // num_experts))[: size + num_experts]

@@ -1,0 +1,152 @@
+"""The packings in which engines send ids, as integers [R, L, K] on the host.
+
+Arrays and nested lists of any library; base64 of a .npy file, or of raw little-endian ids; the same
+as bytes; dicts of data, dtype and perhaps shape. What is read is bounded by what is there.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from replay_patch.errors import RouteError
+from replay_patch.routes import b64
+from replay_patch.routes.checking import host_ids, integer
+
+_NPY = b"\x93NUMPY"
+# What numpy writes into a .npy file of a plain array. np.load would allocate what a header claims
+# before it looks how much there is.
+_NPY_HEADER = re.compile(
+    rb"\{\s*'descr':\s*'(?P<descr>[<>|=][iu][1248])',\s*'fortran_order':\s*(?P<fortran>True|False),"
+    rb"\s*'shape':\s*\((?P<shape>[0-9, ]{0,100})\),?\s*\}\s*"
+)
+_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What flat ids need: K, L, the dtype of raw bytes, and how many rows there may be."""
+
+    topk: int | None
+    num_layers: int | None
+    dtype: str | None
+    rows: Sequence[int]
+
+
+def ids_of(value: Any, packing: Packing) -> Tensor:
+    """Signed or uint8 integers [R, L, K].
+
+    Raises:
+        RouteError: anything else.
+    """
+    if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str):
+        value = value[1]  # Megatron's serialize(): ("ndarray", {...}), ("tensor", [...])
+    if isinstance(value, Mapping):
+        value = _from_mapping(value, packing)
+    if isinstance(value, str):
+        value = _from_base64(value)
+    if isinstance(value, memoryview) and (value.ndim != 1 or value.format != "B"):
+        value = np.asarray(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        value = _from_npy(value) if bytes(value[:6]) == _NPY else _from_raw(value, packing)
+    elif not isinstance(value, Tensor):
+        try:
+            value = np.asarray(value)
+        except (ValueError, TypeError) as error:  # ragged; device tensors in a list
+            raise RouteError(f"no array of ids: {error}") from None
+        if value.shape == (0,):  # [] says nothing about its type
+            value = value.astype(np.int32)
+    if value.ndim == 1:
+        value = _shaped(value, packing)
+    return host_ids(value)
+
+
+def _from_mapping(value: Mapping[str, Any], packing: Packing) -> Any:
+    """The array of {"data", "dtype", perhaps "shape"}."""
+    data, shape = value.get("data"), value.get("shape")
+    if isinstance(data, str):
+        data = _from_base64(data)
+    if not isinstance(data, bytes | bytearray):
+        return data
+    flat = _from_raw(data, replace(packing, dtype=value.get("dtype") or packing.dtype, rows=()))
+    if shape is None:
+        return flat
+    if not isinstance(shape, list | tuple) or len(shape) != 3:
+        raise RouteError(f"shape is {shape!r}: expected [tokens, layers, topk]")
+    sizes = [integer("a size in shape", size, 0) for size in shape]
+    if math.prod(sizes) != len(flat):
+        raise RouteError(f"{len(flat)} ids: expected {math.prod(sizes)}, of shape {sizes}")
+    return flat.reshape(sizes)
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return b64.decode(text)
+    except ValueError as error:  # another alphabet; not ASCII
+        raise RouteError(f"text of {len(text)} characters is no base64: {error}") from None
+
+
+def _from_npy(given: Any) -> Any:
+    """The array of a .npy file, which claims no more than is there."""
+    data = memoryview(given)
+    wide = len(data) > 6 and data[6] > 1
+    first = 12 if wide else 10
+    size = int.from_bytes(data[8:first], "little")
+    found = _NPY_HEADER.fullmatch(data[first : first + size])
+    if found is None or first + size > len(data):
+        raise RouteError(
+            f"a .npy file with the header {bytes(data[:100])!r}: expected an array of integers"
+        )
+    shape = [int(length) for length in found["shape"].replace(b",", b" ").split()]
+    dtype = np.dtype(found["descr"].decode())
+    there = len(data) - first - size
+    if math.prod(shape) * dtype.itemsize != there:
+        raise RouteError(
+            f"a .npy file of {there} bytes after the header: expected "
+            f"{math.prod(shape) * dtype.itemsize}, {dtype} of shape {shape}"
+        )
+    if len(shape) != 3:
+        raise RouteError(f"a .npy file of shape {shape}: expected [tokens, layers, topk]")
+    order: Any = "F" if found["fortran"] == b"True" else "C"
+    return np.frombuffer(data[first + size :], dtype).reshape(shape, order=order)
+
+
+def _from_raw(data: Any, packing: Packing) -> Any:
+    """1-D, from little-endian ids one after the other."""
+    name = str(packing.dtype or "int32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise RouteError(f"dtype={packing.dtype!r}: expected one of {', '.join(_DTYPES)}")
+    dtype = np.dtype(name).newbyteorder("<")
+    fits = [n for n in _DTYPES if _rows(len(data), np.dtype(n).itemsize, packing) in packing.rows]
+    if len(data) % dtype.itemsize or (fits and name not in fits):
+        hint = f"; dtype={' or '.join(map(repr, fits))} would fit" if fits else ""
+        raise RouteError(f"{len(data)} bytes of ids do not fit dtype {name!r}{hint}")
+    return np.frombuffer(data, dtype)
+
+
+def _rows(size: int, itemsize: int, packing: Packing) -> int:
+    """How many rows so many bytes are; -1 if that is not known, or no whole number."""
+    row = (packing.topk or 0) * (packing.num_layers or 0) * itemsize
+    return size // row if row and size % row == 0 else -1
+
+
+def _shaped(flat: Any, packing: Packing) -> Any:
+    """[R, L, K], from one axis."""
+    size, topk, num_layers = len(flat), packing.topk, packing.num_layers
+    if topk is not None and num_layers is None and integer("topk", topk, 1):
+        rows = [count for count in packing.rows if count and size and size % (count * topk) == 0]
+        if len(rows) == 1:
+            num_layers = size // (rows[0] * topk)
+    if topk is None or num_layers is None:
+        raise RouteError(
+            f"{size} ids on one axis: expected topk=... and num_layers=..., which alone say what "
+            "the layers and columns are"
+        )
+    row = integer("num_layers", num_layers, 0) * integer("topk", topk, 1)
+    if size % row if row else size:
+        raise RouteError(f"{size} ids: expected a multiple of {row}, num_layers * topk")
+    return flat.reshape(size // row if row else 0, num_layers, topk)

@@ -1,0 +1,70 @@
+"""Rows that no router chose: a buffer that was never written. T tokens, L layers, K top-k.
+
+Two signs, both counted and never silent:
+
+* Zeros in every layer, for K > 1: no router takes an expert twice.
+* The same experts in the same order, in all layers, for many tokens in a row. That could be chance
+  in a tiny model, so how many it takes depends on the model: a run must be less likely than 2**-128
+  if routers chose evenly, and at least 16 tokens long.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from replay_patch.routes.checking import Parts
+
+_LEAST_RUN = 16
+_BITS = 128
+
+
+def unwritten_rows(ids: Tensor) -> Tensor:
+    """bool [T] of ids [T, L, K]: nothing but zeros, if that cannot be a choice."""
+    tokens, num_layers, topk = ids.shape
+    if topk < 2 or not num_layers:
+        return torch.zeros(tokens, dtype=torch.bool)
+    zeros = (ids[:, -1] == 0).all(1)  # the last layer is hardly ever a dense one: few candidates
+    if zeros.any():
+        zeros[zeros.clone()] = (ids[zeros] == 0).flatten(1).all(1)
+    return zeros
+
+
+def longest_run(num_experts: int, num_layers: int, topk: int) -> int:
+    """How many tokens in a row may have the same experts in all layers."""
+    sizes = (num_experts, topk, num_experts - topk)
+    ways, chosen, left = (math.lgamma(size + 1) / math.log(2) for size in sizes)
+    bits = num_layers * (ways - chosen - left)  # of one token's row, if experts were even
+    if bits < 1e-6:  # all experts, always
+        return 2**31
+    return max(_LEAST_RUN, math.ceil(_BITS / bits - 1e-6) + 1) - 1
+
+
+def unwritten_runs(routes: Parts, longest: int) -> Tensor:
+    """bool [T]: captured tokens in runs of more than `longest` equal rows."""
+    ids, captured = routes.expert_ids, routes.captured
+    found = torch.zeros(len(ids), dtype=torch.bool)
+    live = [i for i in range(ids.shape[1]) if i not in routes.empty_layers]
+    if len(ids) <= longest or not live:
+        return found
+    # One layer rules out nearly all tokens; the others are looked at only where it does not.
+    same = (ids[1:, live[-1]] == ids[:-1, live[-1]]).all(1) & captured[1:] & captured[:-1]
+    for run in _runs(same, longest):
+        rows = ids[run.start : run.stop + 1]
+        same[run] = (rows[1:] == rows[:-1]).flatten(1).all(1)
+    for run in _runs(same, longest):
+        found[run.start : run.stop + 1] = True
+    return found
+
+
+def _runs(same: Tensor, longest: int) -> list[slice]:
+    """Stretches of at least `longest` pairs."""
+    edges = torch.diff(
+        same.to(torch.int8),
+        prepend=torch.zeros(1, dtype=torch.int8),
+        append=torch.zeros(1, dtype=torch.int8),
+    )
+    starts, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+    long = ends - starts >= longest
+    pairs = zip(starts[long].tolist(), ends[long].tolist(), strict=True)
+    return [slice(start, end) for start, end in pairs]
