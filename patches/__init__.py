@@ -5,6 +5,7 @@ The order is the order of application. `docs/patches.md` is generated from these
 
 from replay_patch.patches import (
     aux_loss_methods,
+    block_recompute_mask,
     config_fields,
     expert_bias_mask,
     fused_router,
@@ -35,6 +36,7 @@ PATCHES = (
     padding_only_loss.PATCH,
     expert_bias_mask.PATCH,
     mtp_recompute_mask.PATCH,
+    block_recompute_mask.PATCH,
     router_objects.PATCH,
     mtp_depth.PATCH,
     router_guard.PATCH,

@@ -149,6 +149,24 @@ def mtp_recompute() -> None:
         tools.same_bits(gradient, full[name], f"gradient of {name}")
 
 
+@check("block-recompute", patches=("block_recompute_mask",))
+def block_recompute() -> None:
+    """From 0.16 on: with a recompute of some layers only (`recompute_method="block"`) the others
+    have the padding mask, too; gradients are those without recompute."""
+    from replay_patch import position
+    from replay_patch.matrix import tiny
+
+    tiny.init()
+    if not position.takes_mask(_model("none")):
+        raise Skip("this release's model takes no padding_mask; see padding-model")
+    block = {**FULL, "recompute_method": "block"}
+    plain, found = (
+        _gradients(_model("aux_loss", **more), LENGTH, tools.SEQUENCE) for more in ({}, block)
+    )
+    for name, gradient in plain.items():
+        tools.same_bits(gradient, found[name], f"gradient of {name}")
+
+
 @check("padding-tp-sp", patches=("padding_mask", "expert_bias_mask"), ranks=2)
 def padding_tp_sp() -> None:
     """Two tensor-parallel ranks with sequence parallelism, each with other rows of padding: counts
