@@ -30,7 +30,6 @@ PATCHES = (
     native_router_replay.PATCH,
     router_topk.PATCH,
     fused_router.PATCH,
-    # Before router_objects, whose forward is then around theirs and has the last word on counts.
     padding_mask.PATCH,
     padding_mask_shape.PATCH,
     padding_only_loss.PATCH,

@@ -134,22 +134,38 @@ class SumOfRows(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_counted: dict[int, list[Tensor]] = {}
+"""Thread -> what calls of `counted` inside of the one that runs there have counted."""
+
+
 def counted(router: Any, call: Callable[[], Any], real: Callable[[int], Tensor]) -> Any:
     """Run a router's forward, of which the expert bias counts some rows only.
 
     What the release's own code has added to `local_tokens_per_expert` is replaced: a sum over fewer
-    rows of the map that the router returns.
+    rows of the map that the router returns. One call inside of another counts the rows of both.
 
     Args:
-        call: its forward; returns (probs, map), and maybe more.
+        call: its forward; returns (probs, map).
         real: from the number of rows to bool [R, 1], those that count.
     """
     if not getattr(router, "enable_expert_bias", False) or not torch.is_grad_enabled():
         return call()
+    thread = threading.get_ident()
+    outer, rows = _counted.get(thread), list[Tensor]()
+    _counted[thread] = rows
     before = router.local_tokens_per_expert.clone()
-    out = call()
+    try:
+        out = call()
+    finally:
+        if outer is None:
+            del _counted[thread]
+        else:
+            _counted[thread] = outer
+    rows.append(real(len(out[1])))
+    if outer is not None:
+        outer += rows
     with torch.no_grad():
-        kept = out[1].bool() & real(len(out[1]))
+        kept = functools.reduce(torch.logical_and, rows, out[1].bool())
         router.local_tokens_per_expert.copy_(before + kept.sum(dim=0))
     return out
 
