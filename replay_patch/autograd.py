@@ -75,6 +75,8 @@ class Tracker:
         RouteError: the chunk has a tracker already, or this torch cannot tell a recompute.
     """
 
+    _chunk: "weakref.ref[Any]"
+
     def __init__(self, chunk: Any, recompute: bool) -> None:
         if recompute and not KNOWS:
             refuse(
@@ -214,13 +216,11 @@ class Tracker:
         if entry.start is None:  # no backward follows: nothing is kept
             return
         entry.end = _next_number()
-        anchored = False
-        for node in graph_nodes(output):
-            entries = node.metadata.setdefault(_ANCHOR, [])
-            if entry not in entries:
-                entries.append(entry)
-            anchored = True
-        if not anchored and self._recompute and any(p.requires_grad for p in chunk.parameters()):
+        if (
+            not anchor(entry, output)
+            and self._recompute
+            and any(p.requires_grad for p in chunk.parameters())
+        ):
             refuse(
                 f"recompute is configured, and the output of microbatch {entry.number} "
                 f"({type(output).__name__}) has no tensor with a gradient that would tell its "
@@ -231,7 +231,22 @@ class Tracker:
 
 def in_backward() -> bool:
     """Whether this code runs inside a backward pass."""
-    return bool(KNOWS and _graph_task() != -1)
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """Which backward pass this code runs inside of; -1 for none."""
+    return int(_graph_task()) if KNOWS else -1
+
+
+def next_number() -> int:
+    """The sequence number of this thread's next node."""
+    return int(_next_number())
+
+
+def current_number() -> int:
+    """The sequence number of the node that the running backward pass is at."""
+    return int(_current_node()._sequence_nr())
 
 
 # --- after the session ------------------------------------------------------------------------
@@ -280,3 +295,14 @@ def _refuse_ended(number: int, replay: Any) -> None:
                 "the backward inside the recording() or replaying() block of its forward",
                 replay,
             )
+
+
+def anchor(entry: Any, output: Any) -> bool:
+    """Keep `entry` alive as long as the graph of `output`; False if there is no graph."""
+    anchored = False
+    for node in graph_nodes(output):
+        entries = node.metadata.setdefault(_ANCHOR, [])
+        if entry not in entries:
+            entries.append(entry)
+        anchored = True
+    return anchored

@@ -30,6 +30,8 @@ class Microbatch:
         holes: bool [R, 1] on the device, rows that route natively; None: there are none.
         captured: bool [R, 1] on the device; None: the overlap with native routes is not sampled.
         counts: rows that are captured, holes, padding.
+        replayed: bool [R, 1] on the device, rows that the expert bias does not count because
+            their experts are given; None: it counts all.
     """
 
     num_rows: int
@@ -38,6 +40,7 @@ class Microbatch:
     holes: Tensor | None = None
     captured: Tensor | None = None
     counts: tuple[int, int, int] = (0, 0, 0)
+    replayed: Tensor | None = None
 
 
 def router_rows(layout: Any, config: Any) -> Tensor:
@@ -68,6 +71,7 @@ def replayed(
     device: Any,
     sampled: bool,
     padding: Any,
+    counted: bool = True,
 ) -> Microbatch:
     """A microbatch that takes these routes.
 
@@ -80,6 +84,7 @@ def replayed(
         device: of the model.
         sampled: whether the overlap with native routes is to be measured.
         padding: int [L, P, K], the experts of the P rows of padding.
+        counted: the expert bias counts rows with given experts, too.
 
     Raises:
         RouteError: routes that do not fit the sequences or the model.
@@ -116,6 +121,7 @@ def replayed(
         holes=column(holes) if counts[1] else None,
         captured=column(captured) if sampled and counts[0] else None,
         counts=(counts[0], counts[1], counts[2]),
+        replayed=None if counted else column(~holes),
     )
 
 

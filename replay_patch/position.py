@@ -23,14 +23,8 @@ def check_rank(layout: Any, config: Any) -> None:
 
 
 def takes_mask(chunk: Any) -> bool:
-    """Whether this Megatron's model takes `padding_mask` (from 0.16 on).
-
-    Not with expert bias: from 0.16.0 to 0.19.2 the release fails there, or masks experts in the
-    place of tokens when their numbers are equal.
-    """
-    if chunk.config.moe_router_enable_expert_bias:
-        return False
-    return "padding_mask" in inspect.signature(chunk.forward).parameters
+    """Whether this Megatron's own model takes `padding_mask` (from 0.16 on)."""
+    return "padding_mask" in inspect.signature(inspect.unwrap(chunk.forward)).parameters
 
 
 def mask_of_stage(chunk: Any, config: Any, device: Any, layout: Any) -> Any:

@@ -3,6 +3,7 @@
 A *replay object* is what `replay_patch.selection` says.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from replay_patch import targets
+from replay_patch import padding, targets
 from replay_patch.selection import RECORD, SESSION, kind_of, target_of
 from replay_patch.targets import refuse
 
@@ -46,7 +47,12 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
     outer = running.get(thread)
     running[thread] = replay
     try:
-        out = original(router, *args, **kwargs)
+        given = replay.microbatch.replayed if in_session else None
+        if given is None:
+            out = original(router, *args, **kwargs)
+        else:
+            call = functools.partial(original, router, *args, **kwargs)
+            out = padding.counted(router, call, lambda _: ~given)
         if replay.selections != selections + 1:
             routing = type(router).routing
             refuse(

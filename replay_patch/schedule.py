@@ -45,18 +45,22 @@ def recording(model: Any) -> "Recording":
     return Recording(model)
 
 
-def replaying(model: Any, *, overlap_every: int = OVERLAP_EVERY) -> "Replaying":
+def replaying(
+    model: Any, *, overlap_every: int = OVERLAP_EVERY, count_replayed: bool = True
+) -> "Replaying":
     """Make the routers of a model take given experts during one schedule.
 
     Args:
         model: as in `recording`.
         overlap_every: measure the overlap with native routing in one of that many microbatches;
             0 for none.
+        count_replayed: whether the counts from which Megatron updates the expert bias hold the
+            given experts, which the bias did not choose. False: those of native rows only.
 
     Raises:
         PatchNotActive, RouteError: as `recording`.
     """
-    return Replaying(model, overlap_every)
+    return Replaying(model, overlap_every, count_replayed)
 
 
 class Recording(Session):
@@ -140,10 +144,11 @@ class Replaying(Session):
 
     name = "replaying"
 
-    def __init__(self, model: Any, overlap_every: int) -> None:
+    def __init__(self, model: Any, overlap_every: int, count_replayed: bool = True) -> None:
         super().__init__(model)
         self.report = Report()
         self._overlap_every = overlap_every
+        self._count_replayed = count_replayed
         self._all_layers: tuple[int, ...] | None = None
         self._padding: int | None = None  # choices made for padding, so that the next go on
 
@@ -177,6 +182,7 @@ class Replaying(Session):
             stage.device,
             bool(self._overlap_every and len(stage.seen) % self._overlap_every == 0),
             self._experts_for_padding(stage, int((rows.numpy() < 0).sum())),
+            self._count_replayed,
         )
         return self._loaded(stage, microbatch, layout)
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from replay_patch import activation, autograd, position, routers
+from replay_patch import activation, autograd, carried, position, routers
 from replay_patch.bound import SessionReplay, check_router
 from replay_patch.errors import RouteError
 from replay_patch.microbatch import Microbatch
@@ -26,6 +26,7 @@ class Stage:
     Attributes:
         layers: the numbers of its MoE layers.
         takes_mask: whether its forward takes `padding_mask`.
+        holds_mask: whether the session keeps it for the forward instead (before 0.16).
         seen: for each load, the places of the routers that have used it.
     """
 
@@ -36,6 +37,7 @@ class Stage:
     routers: tuple[Any, ...]
     tracker: autograd.Tracker
     takes_mask: bool
+    holds_mask: bool
     seen: list[set[int]] = field(default_factory=list)
 
 
@@ -112,6 +114,8 @@ class Session:
         entry = stage.tracker.load(microbatch)
         stage.seen.append(entry.seen)
         if not stage.takes_mask:
+            if stage.holds_mask:
+                carried.hold(stage.chunk, layout.padding_mask)
             return {}
         where = stage.chunk, stage.config, stage.device
         return {"padding_mask": position.mask_of_stage(*where, layout)}
@@ -138,6 +142,7 @@ class Session:
             check_router(router)
         recompute = getattr(config, "recompute_granularity", None) is not None
         tracker = autograd.Tracker(chunk, recompute)
+        takes_mask = position.takes_mask(chunk)
         device = next((p.device for p in chunk.parameters()), torch.device("cpu"))
         stage = Stage(
             chunk,
@@ -146,7 +151,8 @@ class Session:
             tuple(found),
             tuple(found.values()),
             tracker,
-            position.takes_mask(chunk),
+            takes_mask,
+            not takes_mask and carried.accepts(chunk),
         )
         for place, router in enumerate(stage.routers):
             router.router_replay = SessionReplay(router, place, tracker, self.report)
@@ -202,6 +208,8 @@ class Session:
                 if bound.original is not None:
                     bound.original.in_session = False
             stage.tracker.close()
+            if stage.holds_mask:
+                carried.hold(stage.chunk, None)
         self._stages, self._chunks = [], []
         self._drop()
         self._state = "over"

@@ -1,0 +1,192 @@
+"""A padding mask from the model call that it was given to, to each router of that call.
+
+Nothing between the model and its routers takes a mask (0.12 ... 0.15), and a recompute runs
+long after the call. So each call of a model that has ever had a mask is a range of autograd
+sequence numbers, as in `replay_patch.autograd`: a router asks which call it is running in, and a
+recompute finds the call of its forward. A call lives in its output's graph and dies with it.
+"""
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from replay_patch import autograd
+from replay_patch.padding import Padding
+from replay_patch.targets import refuse
+
+carriers: dict[int, "Carrier"] = {}
+"""id of a router -> what knows the calls of its model. Empty until a mask is used."""
+
+_models: "weakref.WeakKeyDictionary[Any, Carrier]" = weakref.WeakKeyDictionary()
+
+
+_REMEMBERED = 256
+"""Of how many finished calls of a model the range is kept, to refuse what should find them."""
+
+
+class Call:
+    """One call of a model, as long as its graph lives.
+
+    Attributes:
+        padding: None: it was given no mask.
+        task: the backward pass that it was made in, -1 for none.
+    """
+
+    __slots__ = ("__weakref__", "padding", "task")
+
+    def __init__(self, padding: Padding | None) -> None:
+        self.padding, self.task = padding, autograd.graph_task()
+
+
+@dataclass
+class _Range:
+    """The sequence numbers of the nodes of a call with a mask."""
+
+    start: int
+    call: "weakref.ref[Call]"
+    end: int | None = None
+
+    def holds(self, number: int) -> bool:
+        return self.start <= number and (self.end is None or number < self.end)
+
+
+class Carrier:
+    """The calls of one model since its first mask.
+
+    Attributes:
+        held: a mask for the next call, from a session.
+        planned: of the call whose schedule plan was built last (combined 1F1B). Its layers run
+            outside of the model's forward, and no router in it is recomputed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self.held: Any = None
+        self.planned: Padding | None = None
+        self._running: dict[int, Call] = {}  # by thread
+        self._ranges: list[_Range] = []
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                carriers[id(module)] = self
+                weakref.finalize(module, carriers.pop, id(module), None).atexit = False
+
+    def run(self, padding: Padding | None, call: Callable[[], Any], recompute: bool) -> Any:
+        """Run the model's forward.
+
+        Args:
+            recompute: it is configured, and a call that it could not find again is an error.
+        """
+        thread = threading.get_ident()
+        outer = self._running.get(thread)
+        self._running[thread] = now = Call(padding)
+        opened = self._open(now, recompute) if padding and torch.is_grad_enabled() else None
+        try:
+            output = call()
+        finally:
+            if outer is None:
+                del self._running[thread]
+            else:
+                self._running[thread] = outer
+            if opened is not None:
+                opened.end = autograd.next_number()
+        if opened is not None and not autograd.anchor(now, output) and recompute:
+            refuse(
+                f"recompute is configured, and the output ({type(output).__name__}) of a call with "
+                "a padding mask has no tensor with a gradient that would tell its recompute from "
+                "others",
+                "a tensor, or a mapping, list, tuple or dataclass with tensors",
+            )
+        return output
+
+    def _open(self, now: Call, recompute: bool) -> _Range | None:
+        if not autograd.KNOWS:
+            if recompute:
+                refuse(
+                    f"recompute with a padding mask, and torch {torch.__version__} does not say "
+                    "which forward a recompute belongs to",
+                    "torch 2.1 or later, or no recompute",
+                )
+            return None
+        done = [r for r in self._ranges[:-_REMEMBERED] if r.call() is not None]
+        opened = _Range(autograd.next_number(), weakref.ref(now))
+        self._ranges = [*done, *self._ranges[-_REMEMBERED:], opened]
+        return opened
+
+    def find(self, router: Any) -> Padding | None:
+        """The padding of the router call that begins.
+
+        Raises:
+            RouteError: it is a recompute of a call that is not known any more.
+        """
+        now, task = self._running.get(threading.get_ident()), autograd.graph_task()
+        if now is not None and now.task == task:
+            return now.padding
+        if task == -1:
+            return self.planned
+        number = autograd.current_number()
+        for one in reversed(self._ranges):
+            if one.holds(number):
+                call = one.call()
+                if call is not None:
+                    return call.padding
+                refuse(
+                    "a recompute in a model call whose output is gone, and its padding mask too",
+                    "a loss that is computed from the model's output",
+                    SimpleNamespace(layer_number=router.layer_number, mtp_depth=0),
+                )
+        return None  # a call without a mask
+
+
+def carrier_of(model: Any) -> Carrier:
+    """The one of a model, made with its first mask."""
+    if model not in _models:
+        _models[model] = Carrier(model)
+    return _models[model]
+
+
+def find(router: Any) -> Padding | None:
+    """The padding of the router call that begins; None: all rows count."""
+    carrier = carriers.get(id(router))
+    return None if carrier is None else carrier.find(router)
+
+
+def known(model: Any) -> bool:
+    """Whether a model has had a mask."""
+    return model in _models
+
+
+# --- masks of sessions --------------------------------------------------------------------------
+
+
+def hold(chunk: Any, mask: Any) -> None:
+    """Keep a mask for the next call of the model in `chunk`, which is given none itself.
+
+    Args:
+        mask: bool [B, S], as the model takes it; None: forget the last one.
+    """
+    for model in _gpt_models(chunk):
+        if mask is not None or known(model):
+            carrier_of(model).held = mask
+
+
+def accepts(chunk: Any) -> bool:
+    """Whether there is a model in `chunk` that takes a mask, by our patch."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    takes = "padding_mask" in inspect.signature(GPTModel.forward).parameters
+    return takes and bool(_gpt_models(chunk))
+
+
+def _gpt_models(chunk: Any) -> list[Any]:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    if isinstance(chunk, GPTModel):
+        return [chunk]
+    return [module for module in chunk.modules() if isinstance(module, GPTModel)]

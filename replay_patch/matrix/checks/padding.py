@@ -1,0 +1,313 @@
+"""Checks of padding masks: padding counts in no loss and no expert bias, wherever a mask enters."""
+
+from typing import Any
+
+from replay_patch.errors import LayoutError
+from replay_patch.matrix.checks import tools
+from replay_patch.matrix.registry import Skip, check
+
+LENGTH = tools.SEQUENCE - 2  # real tokens of each sequence
+LAYERS, MICROBATCHES = 2, 2
+BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@check("padding-model", patches=("padding_mask",))
+def padding_model() -> None:
+    """A model takes `padding_mask`: losses and gradients, auxiliary and z-loss included, are those
+    of the batch without its rows of padding, also with full recompute; a mask without padding
+    changes nothing."""
+    import torch
+
+    from replay_patch.matrix import tiny
+
+    tiny.init()
+    for kind in ("aux_loss", "seq_aux_loss"):
+        expected = _gradients(_model(kind), LENGTH, LENGTH)
+        for recompute in ({}, FULL):
+            where = f"{kind}, {'with' if recompute else 'without'} recompute"
+            _same(expected, _gradients(_model(kind, **recompute), LENGTH, tools.SEQUENCE), where)
+        whole = _gradients(_model(kind), tools.SEQUENCE, tools.SEQUENCE, masked=False)
+        found = _gradients(_model(kind), tools.SEQUENCE, tools.SEQUENCE)
+        _same(whole, found, f"{kind}, a mask without padding")
+        unmasked = _gradients(_model(kind), LENGTH, tools.SEQUENCE, masked=False)
+        different = any(not torch.allclose(unmasked[n], expected[n]) for n in expected)
+        assert different, f"{kind}: padding makes no difference here, so this check says nothing"
+
+
+@check("padding-bias", patches=("expert_bias_mask",))
+def padding_bias() -> None:
+    """From 0.16 on: the counts for the expert bias leave out masked tokens, for masks [tokens] and
+    [tokens, 1]; also with as many tokens as experts, and with one token."""
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from replay_patch.matrix import tiny
+
+    if not hasattr(TopKRouter, "_apply_expert_bias"):
+        raise Skip("this release counts for the expert bias in its routing; see padding-counts")
+    tiny.init()
+    router = tiny.router(tools.config(replay=False, **BIAS))
+    for tokens in (1, 2, tools.EXPERTS, tools.TOKENS):
+        chosen = tools.as_map(tools.some_ids(rows=tokens))
+        for masked in {0, tokens // 2, tokens}:
+            mask = torch.arange(tokens) >= tokens - masked
+            expected = chosen[~mask].sum(0).tolist()
+            for shape in ((tokens,), (tokens, 1)):
+                router.local_tokens_per_expert.zero_()
+                router._apply_expert_bias(chosen, padding_mask=mask.view(shape))
+                found = router.local_tokens_per_expert.tolist()
+                where = f"{masked} of {tokens} tokens masked, mask {list(shape)}"
+                assert found == expected, f"{where}: counts {found}, expected {expected}"
+
+
+@check("padding-counts", patches=("padding_mask", "expert_bias_mask"))
+def padding_counts() -> None:
+    """The counts for the expert bias in a whole model leave out padding, and count once with full
+    recompute; without gradients nothing is counted."""
+    import torch
+
+    from replay_patch.matrix import tiny
+
+    tiny.init()
+    expected = _counts(_model("none", **BIAS), LENGTH, LENGTH)
+    for recompute in ({}, FULL):
+        found = _counts(_model("none", **BIAS, **recompute), LENGTH, tools.SEQUENCE)
+        assert found == expected, f"counts {found}, expected {expected}, {recompute or 'plain'}"
+    with torch.no_grad():
+        found = _counts(_model("none", **BIAS), LENGTH, tools.SEQUENCE, backward=False)
+    assert not any(map(any, found)), f"without gradients the counts are {found}"
+
+
+@check("padding-only", patches=("padding_only_loss",))
+def padding_only() -> None:
+    """From 0.16 on: a router whose tokens are all masked gives no NaN, and no gradient of any
+    auxiliary loss."""
+    import torch
+    from megatron.core.transformer.moe import router as module
+
+    from replay_patch.matrix import tiny
+
+    if not hasattr(module, "get_tokens_per_expert_and_token_count"):
+        raise Skip("this release's auxiliary losses take no mask; see padding-model")
+    tiny.init()
+    for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
+        router = tiny.router(tools.config(replay=False, **_losses(kind))).train()
+        mask = torch.ones(tools.SEQUENCE, tools.BATCH, dtype=torch.bool)
+        probs, _ = router(tools.hidden_states(), padding_mask=mask)
+        (probs * 0).sum().backward()
+        largest = float(router.weight.grad.abs().max())
+        assert largest == 0, f"{kind}: padding only gives a gradient of {largest}"
+
+
+@check("padding-shape", patches=("padding_mask_shape",))
+def padding_shape() -> None:
+    """From 0.16 on: an MoE layer takes its part of a mask that is not cut for sequence
+    parallelism, leaves one that is alone, and refuses another shape."""
+    import inspect
+
+    import torch
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from replay_patch.matrix import tiny
+
+    if "padding_mask" not in inspect.signature(MoELayer.forward).parameters:
+        raise Skip("this release's MoE layer takes no padding_mask")
+    tiny.init()
+    layer = tiny.moe_layer(tools.config(replay=False, **_losses("none")))
+    layer.config.sequence_parallel, layer.config.tensor_model_parallel_size = True, 2
+    seen = []
+    layer.router.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    mask = torch.rand(tools.BATCH, 2 * tools.SEQUENCE) > 0.5
+    part = mask[:, : tools.SEQUENCE]
+    for given in (mask, part):
+        layer(tools.hidden_states(), padding_mask=given)
+        found = [list(m.shape) for m in seen]
+        assert torch.equal(seen.pop(), part.t()), f"the router's masks have the shapes {found}"
+    try:
+        layer(tools.hidden_states(), padding_mask=mask[:, :-1])
+    except LayoutError:
+        return
+    raise AssertionError("a mask that is one position short is accepted")
+
+
+@check("mtp-recompute", patches=("mtp_recompute_mask",))
+def mtp_recompute() -> None:
+    """With multi-token prediction and full recompute a model runs, with a mask where the release
+    takes one, and its gradients are those without recompute."""
+    from replay_patch import position
+    from replay_patch.matrix import tiny
+
+    tiny.init()
+    options = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+    masked = position.takes_mask(_model("aux_loss"))
+    plain, full = (
+        _gradients(_model("aux_loss", **options, **more), LENGTH, tools.SEQUENCE, masked=masked)
+        for more in ({}, FULL)
+    )
+    for name, gradient in plain.items():
+        tools.same_bits(gradient, full[name], f"gradient of {name}")
+
+
+@check("block-recompute", patches=("block_recompute_mask",))
+def block_recompute() -> None:
+    """From 0.16 on: with a recompute of some layers only (`recompute_method="block"`) the others
+    have the padding mask, too; gradients are those without recompute."""
+    from replay_patch import position
+    from replay_patch.matrix import tiny
+
+    tiny.init()
+    if not position.takes_mask(_model("none")):
+        raise Skip("this release's model takes no padding_mask; see padding-model")
+    block = {**FULL, "recompute_method": "block"}
+    plain, found = (
+        _gradients(_model("aux_loss", **more), LENGTH, tools.SEQUENCE) for more in ({}, block)
+    )
+    for name, gradient in plain.items():
+        tools.same_bits(gradient, found[name], f"gradient of {name}")
+
+
+@check("padding-tp-sp", patches=("padding_mask", "expert_bias_mask"), ranks=2)
+def padding_tp_sp() -> None:
+    """Two tensor-parallel ranks with sequence parallelism, each with other rows of padding: counts
+    and gradients of the routers are those of the batch without padding in one process."""
+    _on_ranks(tensor_model_parallel_size=2, sequence_parallel=True)
+
+
+@check("padding-pp", patches=("padding_mask", "expert_bias_mask"), ranks=2)
+def padding_pp() -> None:
+    """Two pipeline stages: the same, in the routers of both stages."""
+    _on_ranks(pipeline_model_parallel_size=2)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def _losses(kind: str) -> dict[str, Any]:
+    coefficient = 0.0 if kind == "none" else 0.1
+    return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
+
+
+def _model(kind: str, **options: Any) -> Any:
+    from replay_patch.matrix import tiny
+
+    tiny.clear_aux_tracker()
+    z_loss = {} if kind == "none" else {"moe_z_loss_coeff": 0.1}
+    config = tools.config(num_layers=LAYERS, replay=False, **_losses(kind), **z_loss, **options)
+    return tiny.gpt_model(config)
+
+
+def _batch(length: int, total: int, microbatch: int = 0) -> tuple[Any, Any, Any]:
+    """(tokens, positions, padding mask), each [BATCH, total]: padding after `length` tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(microbatch)
+    tokens = torch.randint(1, 64, (tools.BATCH, tools.SEQUENCE), generator=generator)[:, :total]
+    positions = torch.arange(total).expand(tools.BATCH, total)
+    mask = positions >= length
+    return tokens.masked_fill(mask, 0), positions, mask
+
+
+def _backward(model: Any, length: int, total: int, masked: bool, backward: bool = True) -> None:
+    tokens, positions, mask = _batch(length, total)
+    more = {"padding_mask": mask} if masked else {}
+    losses = model(tokens, positions, None, labels=tokens, **more)
+    if backward:
+        (losses * ~mask).sum().div(length * tools.BATCH).backward()
+
+
+def _gradients(model: Any, length: int, total: int, masked: bool | None = None) -> dict[str, Any]:
+    """By parameter; the batch is given a mask if it has padding, or as `masked` says."""
+    _backward(model, length, total, length < total if masked is None else masked)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _same(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
+    for name, gradient in expected.items():
+        distance = float((gradient - found[name]).norm() / gradient.norm().clamp(min=1e-12))
+        assert distance < 1e-5, f"{where}: the gradient of {name} is off by {distance:.1e}"
+
+
+def _routers(model: Any) -> list[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+
+def _counts(model: Any, length: int, total: int, backward: bool = True) -> list[list[float]]:
+    """Of each layer, what its router has counted in one step."""
+    _backward(model, length, total, length < total, backward)
+    return [router.local_tokens_per_expert.tolist() for router in _routers(model)]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def _on_ranks(**options: Any) -> None:
+    from replay_patch.matrix.ranks import launch
+
+    launch(_rank, 2, (options,))
+
+
+def _rank(rank: int, world: int, init_file: str, options: dict[str, Any]) -> None:
+    import torch
+
+    from replay_patch.matrix import tiny
+
+    groups = {k: v for k, v in options.items() if k.endswith("parallel_size")}
+    tiny.init(world, rank, init_file, **groups)
+    runs = []
+    for total in (LENGTH, tools.SEQUENCE):
+        tiny.clear_aux_tracker()
+        config = tools.config(
+            num_layers=LAYERS, replay=False, **_losses("aux_loss"), **options, **BIAS
+        )
+        [model] = tiny.model_chunks(config)
+        _schedule(model, total)
+        runs.append({router.layer_number: _kept(router) for router in _routers(model)})
+    for layer, (counts, gradient) in runs[0].items():
+        found, other = runs[1][layer]
+        where = f"rank {rank}, layer {layer}"
+        assert found == counts, f"{where}: counts {found}, expected {counts}"
+        distance = float((gradient - other).norm() / gradient.norm())
+        assert distance < 1e-5, f"{where}: the router's gradient is off by {distance:.1e}"
+    assert runs[0], f"rank {rank} has no router"
+    torch.distributed.barrier()
+
+
+def _kept(router: Any) -> tuple[list[float], Any]:
+    """What a router has counted, and its gradient: sums over tensor-parallel ranks."""
+    import torch
+    from megatron.core import parallel_state
+
+    summed = [router.local_tokens_per_expert.clone(), router.weight.grad]
+    if router.config.sequence_parallel:
+        for tensor in summed:
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_reduce(tensor, group=group)
+    return summed[0].tolist(), summed[1]
+
+
+def _schedule(model: Any, total: int) -> None:
+    """One training step of microbatches of `LENGTH` tokens, padded to `total`."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(microbatches: Any, model: Any) -> Any:
+        tokens, positions, mask = _batch(LENGTH, total, next(microbatches))
+        more = {"padding_mask": mask} if total > LENGTH else {}
+
+        def loss(losses: Any) -> Any:
+            mean = (losses * ~mask).sum() / (LENGTH * tools.BATCH)
+            return mean, {"loss": mean.detach()}
+
+        return model(tokens, positions, None, labels=tokens, **more), loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(range(MICROBATCHES)),
+        model=model,
+        num_microbatches=MICROBATCHES,
+        seq_length=total,
+        micro_batch_size=tools.BATCH,
+        forward_only=False,
+    )
