@@ -4,7 +4,6 @@ N tokens of the microbatch, R router rows of this rank, L MoE layers of the chun
 top-k.
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from replay_patch.errors import LayoutError, RouteError
 from replay_patch.routes import RouteBatch, Routes, TokenLayout
 from replay_patch.routes.checking import ids_dtype
+from replay_patch.routes.index import to_device
 
 
 @dataclass
@@ -63,135 +63,60 @@ def recorded(num_rows: int, num_layers: int, num_experts: int) -> Microbatch:
 
 
 def replayed(
-    routes: Sequence[Routes],
-    lengths: Sequence[int],
-    rows: Tensor,
-    num_experts: int,
-    topk: int,
-    device: Any,
+    routes: Any,
+    layout: TokenLayout,
+    stage: Any,
+    moe_layers: Sequence[int],
+    first_padding: int,
     sampled: bool,
-    padding: Any,
-    counted: bool = True,
-) -> Microbatch:
-    """A microbatch that takes these routes.
+    count_replayed: bool,
+) -> tuple[Microbatch, int]:
+    """A microbatch that takes these routes, and where the experts of the next padding begin.
 
     Args:
-        routes: one per sequence, in the layers of the chunk only.
-        lengths: tokens of each sequence.
-        rows: as `router_rows` gives them.
-        num_experts: E of the model.
-        topk: K of the model.
-        device: of the model.
+        routes: one per sequence of the layout.
+        layout: of the microbatch on this rank.
+        stage: with the `config`, the MoE `layers` and the `device` of the chunk.
+        moe_layers: those of the whole model.
+        first_padding: choices made for padding so far.
         sampled: whether the overlap with native routes is to be measured.
-        padding: int [L, P, K], the experts of the P rows of padding.
-        counted: the expert bias counts rows with given experts, too.
+        count_replayed: whether the expert bias counts tokens whose experts are given.
 
     Raises:
         RouteError: routes that do not fit the sequences or the model.
     """
-    check(routes, lengths, num_experts, topk)
-    num_layers, tokens = len(padding), sum(lengths)
-    # In numpy: it is host work, and a profile of the schedule shows none of it as torch's.
-    table = np.zeros((tokens, num_layers, topk), _numpy_dtype(num_experts))
-    known = np.zeros(tokens, np.bool_)
-    first = 0
-    for one, length in zip(routes, lengths, strict=True):
-        piece = slice(first + one.start, first + one.start + one.num_tokens)
-        table[piece] = one.expert_ids.numpy()
-        known[piece] = one.captured.numpy()
-        first += length
-
-    token = rows.numpy()
-    real = token >= 0
-    ids = np.empty((num_layers, len(token), topk), table.dtype)
-    ids[:, real] = table[token[real]].swapaxes(0, 1)
-    ids[:, ~real] = padding
-    captured = np.zeros_like(real)
-    captured[real] = known[token[real]]
-    holes = real & ~captured
-    counts = tuple(int(np.count_nonzero(kind)) for kind in (captured, holes, ~real))
-
-    def column(kind: Any) -> Tensor:
-        return to_device(torch.from_numpy(kind[:, None]), device)
-
-    return Microbatch(
-        num_rows=len(token),
-        dtype=ids_dtype(num_experts),
-        ids=list(to_device(torch.from_numpy(ids), device).unbind(0)),
-        holes=column(holes) if counts[1] else None,
-        captured=column(captured) if sampled and counts[0] else None,
-        counts=(counts[0], counts[1], counts[2]),
-        replayed=None if counted else column(~holes),
-    )
-
-
-def check(routes: Sequence[Routes], lengths: Sequence[int], num_experts: int, topk: int) -> None:
-    """Raise RouteError for routes that do not fit the sequences or the model."""
-    if len(routes) != len(lengths):
-        raise RouteError(f"routes of {len(routes)} sequences: the layout has {len(lengths)}")
-    for i, (one, length) in enumerate(zip(routes, lengths, strict=True)):
-        end = one.start + one.num_tokens
-        if end not in (length, length - 1):
-            what = f"{one.num_tokens} rows" + (f" from token {one.start} on" if one.start else "")
-            raise RouteError(
-                f"sequence {i} has routes of {what}: expected to end after {length} tokens, or "
-                f"after {length - 1}, as the last token of a rollout has no route"
-            )
-        if (one.num_experts, one.topk) != (num_experts, topk):
-            raise RouteError(
-                f"sequence {i} has routes of {one.num_experts} experts, top-k {one.topk}: the "
-                f"model has {num_experts} experts, top-k {topk}"
-            )
-
-
-def in_layers(
-    routes: Any, layers: Sequence[int], moe_layers: Sequence[int], num_layers: int
-) -> RouteBatch:
-    """The routes of a batch in these layers only, before anything is moved or widened.
-
-    Raises:
-        RouteError: no routes, or none for one of the layers.
-    """
     if isinstance(routes, Routes):
         raise RouteError("routes is one Routes: expected a list, one for each sequence")
     batch = routes if isinstance(routes, RouteBatch) else RouteBatch(routes)
-    return batch.for_layers(layers, moe_layers, num_layers)
+    config = stage.config
+    for i, one in enumerate(batch):
+        if (one.num_experts, one.topk) != (config.num_moe_experts, config.moe_router_topk):
+            raise RouteError(
+                f"trajectory {i} has routes of {one.num_experts} experts, top-k {one.topk}: the "
+                f"model has {config.num_moe_experts} experts, top-k {config.moe_router_topk}"
+            )
+    found = batch.to_rows(
+        layout,
+        stage.layers,
+        moe_layers,
+        config.num_layers,
+        rows=router_rows(layout, config),
+        ep_size=config.expert_model_parallel_size,
+        first_padding=first_padding,
+    )
+    kinds = (found.captured, found.holes, found.padding)
+    captured, holes, padding = (int(np.count_nonzero(kind.numpy())) for kind in kinds)
 
+    def column(kind: Tensor) -> Tensor:
+        return to_device(kind.unsqueeze(1), stage.device)
 
-def padding_ids(
-    num_layers: int, num_rows: int, topk: int, num_experts: int, ep_size: int, first: int
-) -> Any:
-    """Distinct experts for rows of padding, so that no expert and no rank gets more than others.
-
-    Consecutive choices go around the expert-parallel ranks; any window of them differs by at most
-    one between two experts, and between two ranks.
-
-    Args:
-        num_layers: L.
-        num_rows: P.
-        topk: K.
-        num_experts: E.
-        ep_size: expert-parallel ranks; rank r has experts r * E / ep_size and the following.
-        first: where to begin; each layer goes on where the last one ended.
-
-    Returns:
-        An int64 array [L, P, K].
-    """
-    local = num_experts // ep_size if num_experts % ep_size == 0 else num_experts
-    choice = np.arange(first, first + num_layers * num_rows * topk) % num_experts
-    ranks = num_experts // local
-    ids = choice % ranks * local + choice // ranks
-    return ids.reshape(num_layers, num_rows, topk)
-
-
-def _numpy_dtype(num_experts: int) -> Any:
-    return np.dtype(str(ids_dtype(num_experts)).removeprefix("torch."))
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy to the device that nothing waits for; the tensor itself on the host."""
-    if device.type == "cpu":
-        return tensor
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # not for this kind of device
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    microbatch = Microbatch(
+        num_rows=len(found.captured),
+        dtype=found.expert_ids.dtype,
+        ids=list(to_device(found.expert_ids, stage.device).unbind(0)),
+        holes=column(found.holes) if holes else None,
+        captured=column(found.captured) if sampled and captured else None,
+        counts=(captured, holes, padding),
+        replayed=None if count_replayed else column(~found.holes),
+    )
+    return microbatch, found.next_padding

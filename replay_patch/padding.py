@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from replay_patch.errors import LayoutError
-from replay_patch.microbatch import to_device
 from replay_patch.position import tp_rank
+from replay_patch.routes.index import to_device
 from replay_patch.targets import refuse
 
 at_work: dict[int, "Padding"] = {}

@@ -14,17 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from replay_patch import gather, position, routers
-from replay_patch.microbatch import (
-    Microbatch,
-    in_layers,
-    padding_ids,
-    recorded,
-    replayed,
-    router_rows,
-)
+from replay_patch.microbatch import Microbatch, recorded, replayed, router_rows
 from replay_patch.report import Report
 from replay_patch.routes import RouteBatch, Routes, TokenLayout
-from replay_patch.session import Session, Stage
+from replay_patch.session import Session
 
 OVERLAP_EVERY = 8
 """Of how many microbatches one is compared with native routing."""
@@ -171,17 +164,15 @@ class Replaying(Session):
             LayoutError: a layout for another rank.
         """
         stage = self._load(chunk, layout)
-        config, rows = stage.config, router_rows(layout, stage.config)
-        chosen = in_layers(routes, stage.layers, self._moe_layers(config), config.num_layers)
-        microbatch = replayed(
-            chosen,
-            layout.lengths,
-            rows,
-            config.num_moe_experts,
-            config.moe_router_topk,
-            stage.device,
+        if self._padding is None:
+            self._padding = position.data_rank(stage.config) * stage.config.moe_router_topk
+        microbatch, self._padding = replayed(
+            routes,
+            layout,
+            stage,
+            self._moe_layers(stage.config),
+            self._padding,
             bool(self._overlap_every and len(stage.seen) % self._overlap_every == 0),
-            self._experts_for_padding(stage, int((rows.numpy() < 0).sum())),
             self._count_replayed,
         )
         return self._loaded(stage, microbatch, layout)
@@ -190,19 +181,3 @@ class Replaying(Session):
         if self._all_layers is None:
             self._all_layers = routers.moe_layers(config)
         return self._all_layers
-
-    def _experts_for_padding(self, stage: Stage, num_rows: int) -> Any:
-        config = stage.config
-        topk: int = config.moe_router_topk
-        if self._padding is None:
-            self._padding = position.data_rank(config) * topk
-        ids = padding_ids(
-            len(stage.layers),
-            num_rows,
-            topk,
-            config.num_moe_experts,
-            config.expert_model_parallel_size,
-            self._padding,
-        )
-        self._padding += ids.size
-        return ids

