@@ -30,6 +30,7 @@ KNOWN = Path(__file__).with_name("known_targets.json")
 _MOE = "megatron.core.transformer.moe"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
 _MTP = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
+_MTP_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _REPLAY = f"{_MOE}.router_replay:RouterReplay"
 
 # What a patch relies on and does not change itself. `module:` is the list of its classes.
@@ -52,6 +53,17 @@ _STANDS_ON = {
     ),
     "router_guard": (f"{_MOE}.router:",),
     "mtp_depth": (f"{_MTP}._build_layers",),
+    "padding_mask": tuple(  # what it runs on the rows that are no padding
+        f"{_MOE}.moe_utils:{name}"
+        for name in (
+            *("z_loss_func", "switch_load_balancing_loss_func"),
+            *("sequence_load_balancing_loss_func", "compute_routing_scores_for_aux_loss"),
+        )
+    ),
+    "padding_only_loss": (f"{_MOE}.moe_utils:switch_load_balancing_loss_func",),
+    "mtp_recompute_mask": tuple(
+        f"{_MTP_LAYER}.{name}" for name in ("forward", "_proj_and_transformer_layer")
+    ),
 }
 _NEEDED = "needed:"
 

@@ -1,19 +1,14 @@
 """Arguments that a release's router takes and we do not know are passed on (case 9)."""
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from helpers.routers import BACKWARD, FORWARD, RECORD, B, S, hidden_states, make_router
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
-TAKES_MASK = "padding_mask" in inspect.signature(TopKRouter.forward).parameters
 
-
-@pytest.mark.skipif(not TAKES_MASK, reason="this release's router takes no padding_mask")
 def test_a_padding_mask_still_reaches_the_losses() -> None:
     losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     router = make_router(1, moe_z_loss_coeff=0.1, **losses)
@@ -37,12 +32,11 @@ def test_a_padding_mask_still_reaches_the_losses() -> None:
         assert all(map(torch.equal, native, what))
 
 
-@pytest.mark.skipif(TAKES_MASK, reason="this release's router takes a padding_mask")
 @pytest.mark.parametrize("action", [None, RECORD])
 def test_an_argument_that_the_release_lacks_is_its_own_error(action: Any) -> None:
     router = make_router()
     if action is not None:
         router.router_replay.set_router_replay_action(action)
 
-    with pytest.raises(TypeError, match="unexpected keyword argument 'padding_mask'"):
-        router(hidden_states(), padding_mask=torch.zeros(S, B, dtype=torch.bool))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_mask'"):
+        router(hidden_states(), no_mask=torch.zeros(S, B, dtype=torch.bool))

@@ -11,7 +11,7 @@ from replay_patch.matrix.environments import TESTED_RELEASES
 from replay_patch.matrix.fingerprints import fingerprint
 
 ROUTER = "megatron.core.transformer.moe.router"
-FORWARD, INIT = f"{ROUTER}:TopKRouter.forward", f"{ROUTER}:TopKRouter.__init__"
+GATING, INIT = f"{ROUTER}:Router.gating", f"{ROUTER}:TopKRouter.__init__"  # of one patch each
 CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig"
 ROUTING = f"{ROUTER}:TopKRouter.routing"  # two patches stand on it
 NEED = "needed:router_topk"
@@ -43,7 +43,7 @@ def releases(**of: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def what(old: dict[str, Any], new: dict[str, Any], target: str = FORWARD) -> list[str]:
+def what(old: dict[str, Any], new: dict[str, Any], target: str = GATING) -> list[str]:
     items = drift.compare({target: new}, releases(r1_0={target: old}))
     return [item["what"] for item in items]
 
@@ -182,13 +182,13 @@ def test_what_cannot_be_seen_is_left_out() -> None:
 def test_the_nearest_release_is_the_one_that_agrees_most_and_the_newest_of_equals() -> None:
     other = FUNCTION | {"code": "other"}
     data = releases(
-        r1_0={FORWARD: FUNCTION, INIT: FUNCTION, ROUTING: FUNCTION},
-        r1_1={FORWARD: other, INIT: FUNCTION, ROUTING: FUNCTION},
-        r1_2={FORWARD: other, INIT: FUNCTION, ROUTING: FUNCTION},
-        r1_3={FORWARD: other, INIT: other, ROUTING: FUNCTION},
+        r1_0={GATING: FUNCTION, INIT: FUNCTION, ROUTING: FUNCTION},
+        r1_1={GATING: other, INIT: FUNCTION, ROUTING: FUNCTION},
+        r1_2={GATING: other, INIT: FUNCTION, ROUTING: FUNCTION},
+        r1_3={GATING: other, INIT: other, ROUTING: FUNCTION},
     )
 
-    items = drift.compare({FORWARD: other, INIT: FUNCTION, ROUTING: ABSENT}, data)
+    items = drift.compare({GATING: other, INIT: FUNCTION, ROUTING: ABSENT}, data)
 
     assert [(i["patch"], i["target"], i["what"], i["nearest"]) for i in items] == [
         ("router_topk", ROUTING, "is gone", "1.2"),
@@ -198,10 +198,10 @@ def test_the_nearest_release_is_the_one_that_agrees_most_and_the_newest_of_equal
 
 def test_a_combination_that_no_release_has_is_told() -> None:
     data = releases(
-        r1_0={FORWARD: FUNCTION, INIT: FUNCTION, NEED: {"kind": "needed"}},
-        r1_1={FORWARD: ABSENT, INIT: ABSENT, NEED: {"kind": "not needed"}},
+        r1_0={GATING: FUNCTION, INIT: FUNCTION, NEED: {"kind": "needed"}},
+        r1_1={GATING: ABSENT, INIT: ABSENT, NEED: {"kind": "not needed"}},
     )
-    live = {FORWARD: ABSENT, INIT: ABSENT, NEED: {"kind": "needed", "reason": "it lacks one"}}
+    live = {GATING: ABSENT, INIT: ABSENT, NEED: {"kind": "needed", "reason": "it lacks one"}}
 
     (item,) = drift.compare(live, data)
 

@@ -1,164 +1,204 @@
-"""Experts for padding, and what is padding at all."""
+"""Where a padding mask enters, and which rows are which: no Megatron."""
 
-from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from replay_patch import LayoutError, RouteBatch, RouteError, Routes, TokenLayout
-from replay_patch.routes.padding import fill_padding, padding_ids, router_masks
+from replay_patch import LayoutError, RouteError, padding
+from replay_patch.patches import block_recompute_mask, mtp_recompute_mask
+
+B, S, TP = 2, 8, 2
+MASK = torch.arange(S).expand(B, S) >= torch.tensor([[5], [7]])
+IDS = torch.zeros(B, S)
 
 
-def spread(choices: Tensor, kinds: int) -> int:
-    """How many more choices one kind has than another."""
-    counts = Counter(choices.flatten().tolist())
-    assert set(counts) <= set(range(kinds))
-    return max(counts.get(k, 0) for k in range(kinds)) - min(counts.get(k, 0) for k in range(kinds))
+def model(sequence_parallel: bool = True, dispatcher: str = "alltoall") -> Any:
+    config = SimpleNamespace(
+        tensor_model_parallel_size=TP,
+        sequence_parallel=sequence_parallel,
+        moe_token_dispatcher_type=dispatcher,
+    )
+    return SimpleNamespace(config=config, parameters=lambda: iter(()), layer_number=3)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    ranks=st.integers(1, 8),
-    local=st.integers(1, 8),
-    topk=st.integers(1, 8),
-    num_rows=st.integers(0, 20),
-    num_layers=st.integers(0, 4),
-    first=st.integers(0, 10**6),
+@pytest.fixture(params=[0, 1])
+def rank(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(padding, "tp_rank", lambda: request.param)
+    return int(request.param)
+
+
+def part(rank: int) -> Tensor:
+    return MASK.chunk(TP, dim=1)[rank]
+
+
+def hidden(length: int) -> Tensor:
+    return torch.zeros(length, B, 4)
+
+
+def real_rows(found: padding.Padding, number: int) -> Tensor:
+    return found.rows(number, SimpleNamespace(layer_number=3)).real.flatten()
+
+
+@pytest.mark.parametrize(
+    "mask, entering",
+    [(MASK, "ids"), (MASK, "hidden states"), ("part", "hidden states"), (MASK, "not known")],
+    ids=["embedding", "later stage", "later stage, cut by the caller", "nothing to compare with"],
 )
-def test_padding_is_spread_evenly(
-    ranks: int, local: int, topk: int, num_rows: int, num_layers: int, first: int
+def test_a_mask_is_cut_once_for_sequence_parallelism(rank: int, mask: Any, entering: str) -> None:
+    """Case 52: of 8 positions a router of two ranks has 4, on every kind of stage."""
+    ids = IDS if entering == "ids" else None
+    given = hidden(S // TP) if entering == "hidden states" else None
+
+    found = padding.of_model(model(), part(rank) if mask == "part" else mask, ids, given)
+
+    rows = real_rows(found, S // TP * B)
+    assert torch.equal(rows, ~part(rank).t().flatten())  # sequence-major
+
+
+def test_without_sequence_parallelism_each_rank_has_all_rows() -> None:
+    for ids, given in ((IDS, None), (None, hidden(S))):
+        found = padding.of_model(model(sequence_parallel=False), MASK, ids, given)
+        assert torch.equal(real_rows(found, S * B), ~MASK.t().flatten())
+
+
+def test_a_router_that_gathers_has_both_kinds_of_rows(rank: int) -> None:
+    found = padding.of_model(model(dispatcher="alltoall_seq"), MASK, IDS, None)
+
+    assert torch.equal(real_rows(found, S // TP * B), ~part(rank).t().flatten())
+    assert torch.equal(real_rows(found, S * B), ~MASK.t().flatten())
+    with pytest.raises(RouteError, match="the whole mask"):
+        padding.of_model(model(dispatcher="alltoall_seq"), part(rank), None, hidden(S // TP))
+
+
+@pytest.mark.parametrize(
+    "mask, ids, given, words",
+    [
+        (
+            MASK.t(),
+            IDS,
+            None,
+            r"has the shape \[8, 2\]: expected \[2, 8\], that of the model input",
+        ),
+        (MASK[:, 1:], IDS, None, r"\[2, 7\]: expected \[2, 8\]"),
+        (MASK[:, :4], IDS, None, r"\[2, 4\]: expected \[2, 8\]"),
+        (MASK[:, 1:], None, hidden(4), r"\[2, 7\]: expected \[2, 8\]"),
+        (MASK[0], IDS, None, r"\[8\]: expected \[2, 8\]"),
+        (MASK.int(), IDS, None, "padding_mask is torch.int32: expected a bool tensor"),
+        (MASK.tolist(), IDS, None, "padding_mask is list: expected a bool tensor"),
+        (MASK[:, :7], torch.zeros(B, 7), None, r"expected \[2, 'a multiple of 2'\]"),
+    ],
+)
+def test_what_is_no_mask_of_the_input_is_refused(
+    mask: Any, ids: Any, given: Any, words: str
 ) -> None:
-    experts = ranks * local
-    topk = min(topk, experts)
-
-    ids = padding_ids(num_layers, num_rows, topk, experts, ranks, first)
-
-    assert ids.shape == (num_layers, num_rows, topk)
-    assert all(len(set(row)) == topk for layer in ids.tolist() for row in layer)
-    for some in [ids, *ids]:
-        assert spread(some, experts) <= 1
-        assert spread(some.int() // local, ranks) <= 1
+    with pytest.raises(LayoutError, match=words):
+        padding.of_model(model(), mask, ids, given)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=6), st.sampled_from([1, 2, 4]))
-def test_microbatches_go_on_where_the_last_one_ended(rows: list[int], ranks: int) -> None:
-    first, made = 3, []
-    for count in rows:
-        ids = torch.zeros(2, count + 1, 3, dtype=torch.uint8)
-        first = fill_padding(ids, torch.arange(count), 8, ranks, first)
-        made.append(ids[:, :count].flatten())
+def test_a_router_with_other_rows_than_the_mask_is_refused() -> None:
+    found = padding.of_model(model(sequence_parallel=False), MASK, IDS, None)
 
-    choices = torch.cat(made or [torch.zeros(0)])
-    assert first == 3 + len(choices)
-    assert spread(choices, 8) <= 1
+    with pytest.raises(LayoutError, match=r"layer 3: the router has 15 rows, and .* is for 16"):
+        real_rows(found, 15)
 
 
-def test_padding_does_not_all_go_to_one_rank() -> None:  # 53
-    ids = padding_ids(num_layers=4, num_rows=4, topk=8, num_experts=64, ep_size=8)
+def test_a_layer_takes_its_part_and_leaves_a_part_alone(rank: int) -> None:
+    """0.16 on, where Megatron's models hand on the mask."""
+    fits = part(rank).contiguous()
 
-    for layer in ids:
-        assert Counter((layer // 8).flatten().tolist()) == dict.fromkeys(range(8), 4)
-
-
-@pytest.mark.parametrize(
-    "num_experts, dtype",
-    [(256, torch.uint8), (257, torch.int16), (32768, torch.int16), (32769, torch.int32)],
-)
-def test_no_expert_wraps_around_in_a_small_dtype(num_experts: int, dtype: torch.dtype) -> None:
-    ids = padding_ids(1, num_experts, 1, num_experts)
-
-    assert ids.dtype is dtype
-    assert ids.flatten().tolist() == list(range(num_experts))
+    assert torch.equal(padding.of_layer(model(), MASK, hidden(S // TP)), fits)
+    assert padding.of_layer(model(), fits, hidden(S // TP)) is fits
+    assert padding.of_layer(model(sequence_parallel=False), MASK, hidden(S)) is MASK
+    assert padding.of_layer(model(), MASK, None) is MASK
+    for layer, mask in ((model(), MASK[:, 1:]), (model(sequence_parallel=False), MASK)):
+        with pytest.raises(LayoutError, match=r"expected \[2, 4\], that of layer 3"):
+            padding.of_layer(layer, mask, hidden(S // TP))
 
 
-def test_it_is_the_same_each_time() -> None:
-    assert torch.equal(padding_ids(2, 5, 3, 8, 2, 7), padding_ids(2, 5, 3, 8, 2, 7))
+def test_a_loss_is_scaled_to_the_real_rows() -> None:
+    rows = padding.Rows(torch.tensor([False, True, True, True]), torch.device("cpu"))
+
+    assert rows.index.tolist() == [0]
+    assert rows.total(None) == 1
+    assert rows.scale(torch.tensor(1), 1) == 16
+    assert rows.scale(torch.tensor(2), 3) == 36
+    assert rows.scale(torch.tensor(0), 1) == 16  # nothing is real: the sums are zero
 
 
-def test_rows_that_are_no_padding_are_left_alone() -> None:
-    ids = torch.full((2, 4, 2), 9, dtype=torch.uint8)
+def test_a_sum_of_rows_leaves_out_padding_and_no_other_sum_does() -> None:
+    rows = padding.Rows(torch.tensor([False, True]), torch.device("cpu"))
+    chosen = torch.tensor([[True, False], [True, True]])
 
-    fill_padding(ids, torch.tensor([1, 3]), 4)
-
-    assert ids[:, [0, 2]].unique().tolist() == [9]
-    assert ids[:, [1, 3]].tolist() == [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((1, 2, 5, 4), "top-k 5: expected 1 to 4"),
-        ((1, 2, 0, 4), "top-k 0"),
-        ((1, 2, 2, 8, 3), "8 experts over 3 ranks"),
-    ],
-)
-def test_what_cannot_be_balanced_is_refused(arguments: tuple[int, ...], message: str) -> None:
-    with pytest.raises(RouteError, match=message):
-        padding_ids(*arguments)
+    with padding.SumOfRows(rows):
+        assert chosen.sum(dim=0).tolist() == [1, 0]
+        assert chosen.sum(dim=1).tolist() == [1, 2]
+        assert chosen.float().sum(dim=0).tolist() == [2.0, 1.0]
+    assert chosen.sum(dim=0).tolist() == [2, 1]
 
 
-def test_ids_too_narrow_for_the_experts_are_refused() -> None:
-    with pytest.raises(LayoutError, match="uint8 cannot hold expert 299"):
-        fill_padding(torch.zeros(1, 2, 2, dtype=torch.uint8), torch.tensor([0]), 300)
+# --- masks through a checkpoint -------------------------------------------------------------------
 
 
-# --- padding and holes ------------------------------------------------------------------------
+class Checkpointed:
+    """A layer whose recompute is a closure that is called again, and which keeps tensors only."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.passed: list[Any] = []
+        self.again: Any = None
+        self.name = "layer"
+
+    def checkpoint(self, function: Any, *args: Any) -> Any:
+        self.passed += args
+        self.again = lambda: function(*args)
+        return function(*args)
+
+    def _proj_and_transformer_layer(self, hidden: Any, padding_mask: Any = None) -> Any:
+        self.seen.append(padding_mask)
+        return hidden
+
+    def _checkpointed_forward(self, hidden: Any) -> Any:
+        assert self.name == "layer"
+        return self.checkpoint(lambda h: self._proj_and_transformer_layer(hidden=h), hidden)
+
+    def _get_layer(self, number: int) -> Any:
+        return lambda hidden, padding_mask=None: (self.seen.append(padding_mask), hidden)[1]
+
+    def block(self, hidden: Any, padding_mask: Any = None) -> Any:
+        """Layer 0 is recomputed, and handed the mask; layer 1 is neither."""
+        layers = [self._get_layer(i) for i in range(2)]
+        self.checkpoint(lambda h, m: layers[0](h, padding_mask=m), hidden, padding_mask)
+        return layers[1](hidden)
 
 
-def routes(tokens: int, captured: list[bool] | None = None, start: int = 0) -> Routes:
-    ids = torch.tensor([[[1, 2]]]).expand(tokens, 1, 2)
-    return Routes(ids, 8, captured=captured, start=start)
+def test_the_mask_of_an_mtp_block_is_closed_over_and_there_in_the_recompute() -> None:
+    """Cases 27 and 28: a checkpoint keeps its arguments, and takes no object but tensors."""
+    layer, mask = Checkpointed(), object()
+    forward = mtp_recompute_mask._masked(Checkpointed._checkpointed_forward)
+
+    assert forward(layer, "hidden", padding_mask=mask) == "hidden"
+    layer.again()
+
+    assert layer.seen == [mask, mask]
+    assert layer.passed == ["hidden"]
 
 
-def test_holes_are_no_padding() -> None:
-    batch = RouteBatch([routes(3, [True, False, True]), routes(1)])
+def test_an_mtp_block_without_a_mask_is_the_original() -> None:
+    layer = Checkpointed()
 
-    packed = router_masks(batch, TokenLayout.packed([4, 2], align=4))
-    padded = router_masks(batch, TokenLayout.padded([4, 2], 5))
+    mtp_recompute_mask._masked(Checkpointed._checkpointed_forward)(layer, "h", padding_mask=None)
 
-    assert packed.padding.int().tolist() == [[0, 0, 0, 0, 0, 0, 1, 1]]
-    assert packed.holes.int().tolist() == [[0, 1, 0, 1, 0, 1, 0, 0]]  # no route of the last tokens
-    assert padded.padding.int().tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]
-    assert padded.holes.int().tolist() == [[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]
-    for masks in (packed, padded):
-        assert masks.holes.sum() == 3
+    assert layer.seen == [None]
 
 
-def test_left_padding() -> None:
-    masks = router_masks([routes(1)], TokenLayout.padded([2], 4, padding_side="left"))
+@pytest.mark.parametrize("mask", [object(), None])
+def test_layers_that_are_not_recomputed_have_the_mask_of_their_block(mask: Any) -> None:
+    block = Checkpointed()
 
-    assert masks.padding.tolist() == [[True, True, False, False]]  # True = padding
-    assert masks.holes.tolist() == [[False, False, False, True]]
+    block_recompute_mask._masked(Checkpointed.block)(block, "hidden", mask)
+    block.again()
 
-
-def test_a_piece_that_starts_later_has_holes_before() -> None:
-    masks = router_masks([routes(2, start=1)], TokenLayout.packed([3]))
-
-    assert masks.holes.tolist() == [[True, False, False]]
-
-
-def test_masks_are_of_this_context_parallel_rank() -> None:
-    batch = [routes(7)]
-    ranks = [TokenLayout.packed([8], cp_size=2, cp_rank=rank) for rank in range(2)]
-
-    holes = [router_masks(batch, layout).holes.tolist() for layout in ranks]
-
-    assert holes == [[[False, False, False, True]], [[False] * 4]]
-
-
-@pytest.mark.parametrize(
-    "batch, message",
-    [
-        ([], "routes of 0 sequences: the layout has 1"),
-        ([routes(5)], "trajectory 0 has routes of 5 rows: expected to end after 8 tokens"),
-        ([routes(3, start=3)], "3 rows from token 3 on"),
-        ([routes(9)], "9 rows"),
-    ],
-)
-def test_routes_that_do_not_fit_are_refused(batch: list[Routes], message: str) -> None:
-    with pytest.raises(RouteError, match=message):
-        router_masks(batch, TokenLayout.packed([8]))
+    assert block.seen == [mask, mask, mask]
