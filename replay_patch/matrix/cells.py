@@ -17,8 +17,10 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ from replay_patch.matrix.registry import Check, Skip
 __all__ = ["main"]
 
 _LINES_SHOWN = 12
+_FRAMES_SHOWN = 6  # of each process
+_WHERE = signal.SIGUSR1  # makes a process write where it is
+_WHERE_SECONDS = 0.2
 _POLL_SECONDS = 0.01
 # In what `ranks.launch` raises: the end of a rank's traceback, which says what went wrong there.
 _RANK_FAILED = re.compile(r"^[\w.]*(?:Error|NotActive)\b.*", re.M)
@@ -52,9 +57,12 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"problem": _import_problem(error)}), file=out)
         return 1
     print(json.dumps(found), file=out)
+    stopped = threading.Event()  # not an exception: one that hits os.fork() is lost
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    os.register_at_fork(after_in_child=out.close)  # one that outlives us is not waited for
     checks = [CHECKS[name] for name in args.checks.split(",")]
     with tempfile.TemporaryDirectory(prefix="replay-patch-cells-") as folder:
-        for cell in _run_all(checks, args.jobs, args.timeout, Path(folder)):
+        for cell in _run_all(checks, args.jobs, args.timeout, Path(folder), stopped):
             print(json.dumps(cell), file=out)
     return 0
 
@@ -110,24 +118,28 @@ class _Running:
     check: Check
     process: int
     started: float
-    log: Path
-    result: Path
+    folder: Path
+    """For all that it writes: its log, its result, where it hangs."""
 
 
-def _run_all(checks: list[Check], jobs: int, timeout: float, folder: Path) -> Any:
+def _run_all(
+    checks: list[Check], jobs: int, timeout: float, folder: Path, stopped: threading.Event
+) -> Iterator[dict[str, Any]]:
     """Yield each cell when it is finished; at most `jobs` processes at once, ranks included."""
     waiting, running = list(checks), list[_Running]()
     try:
-        while waiting or running:
+        while (waiting or running) and not stopped.is_set():
             busy = sum(cell.check.ranks for cell in running)
             if waiting and (not running or busy + waiting[0].ranks <= jobs):
-                running.append(_start(waiting.pop(0), timeout, folder))
+                running.append(_start(waiting.pop(0), folder))
                 continue
             for cell in running:
                 late = time.monotonic() - cell.started > timeout
                 ended = _ended(cell)
                 if ended is None and not late:
                     continue
+                if ended is None:
+                    _ask_where(cell)
                 running.remove(cell)
                 _kill(cell)
                 yield _outcome(cell, ended, timeout)
@@ -139,25 +151,29 @@ def _run_all(checks: list[Check], jobs: int, timeout: float, folder: Path) -> An
             _kill(cell)
 
 
-def _start(check: Check, timeout: float, folder: Path) -> _Running:
-    log, result = folder / f"{check.name}.log", folder / f"{check.name}.json"
+def _start(check: Check, folder: Path) -> _Running:
+    folder = folder / check.name
+    folder.mkdir()
     started = time.monotonic()
     process = os.fork()
     if process == 0:
         code = 1
         try:
-            os.setsid()  # so that its ranks can be killed with it
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+            os.setpgid(0, 0)  # so that its ranks can be killed with it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            descriptor = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-            with log.with_suffix(".trace").open("w") as trace:
-                # Where it hangs, written just before it is killed.
-                faulthandler.dump_traceback_later(timeout * 0.95, file=trace)
-                result.write_text(json.dumps(_try(check)))
+            tempfile.tempdir = str(folder)  # so that a killed one leaves nothing behind
+            with (folder / "check.trace").open("w") as trace:
+                faulthandler.register(_WHERE, trace)
+                (folder / "result").write_text(json.dumps(_try(check)))
             code = 0
         finally:
             os._exit(code)
-    return _Running(check, process, started, log, result)
+    with contextlib.suppress(OSError):  # it has done so, or has ended
+        os.setpgid(process, process)
+    return _Running(check, process, started, folder)
 
 
 def _try(check: Check) -> tuple[str, str]:
@@ -177,6 +193,13 @@ def _ended(cell: _Running) -> int | None:
     return None if process == 0 else os.waitstatus_to_exitcode(status)
 
 
+def _ask_where(cell: _Running) -> None:
+    """Let each process of a cell write where it is, into a file of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(cell.process, _WHERE)
+        time.sleep(_WHERE_SECONDS)
+
+
 def _kill(cell: _Running) -> None:
     """Kill what is left of a cell: itself, and ranks that it has started."""
     with contextlib.suppress(ProcessLookupError):
@@ -186,23 +209,22 @@ def _kill(cell: _Running) -> None:
 
 
 def _outcome(cell: _Running, ended: int | None, timeout: float) -> dict[str, Any]:
-    if cell.result.exists() and ended == 0:
-        status, detail = json.loads(cell.result.read_text())
+    result, log = cell.folder / "result", cell.folder / "log"
+    if ended == 0 and result.exists():
+        status, detail = json.loads(result.read_text())
     elif ended is None:
-        trace = _tail(cell.log.with_suffix(".trace")) or _tail(cell.log)
-        status, detail = (
-            "error",
-            f"still running after {timeout:g} s, and killed. It was at:\n{trace}",
-        )
+        where = _where(cell.folder) or _tail(log)
+        status = "error"
+        detail = f"still running after {timeout:g} s, and killed. It was at:\n{where}"
     else:
         name = signal.Signals(-ended).name if ended < 0 else f"exit code {ended}"
-        status, detail = "error", f"its process died ({name}):\n{_tail(cell.log)}"
+        status, detail = "error", f"its process died ({name}):\n{_tail(log)}"
     seconds = round(time.monotonic() - cell.started, 2)
     return {
         "check": cell.check.name,
         "status": status,
         "seconds": seconds,
-        "detail": detail.strip(),
+        "detail": detail.strip().encode("utf-8", "replace").decode(),  # a surrogate is no text
     }
 
 
@@ -220,12 +242,23 @@ def _described(error: BaseException) -> str:
         f"at {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
         for frame in (*ours[-1:], *frames[-1:])
     ]
-    return _shortened("\n".join([f"{type(error).__name__}: {error}", *dict.fromkeys(places)]))
+    said = _shortened(f"{type(error).__name__}: {error}")
+    return "\n".join([said, *(place[:500] for place in dict.fromkeys(places))])
 
 
 def _shortened(text: str) -> str:
     lines = [line[:500] for line in text.strip().splitlines() if line.strip()]
     return "\n".join(lines[:_LINES_SHOWN])
+
+
+def _where(folder: Path) -> str:
+    """The innermost frames of the check and of its ranks."""
+    out = []
+    for trace in sorted(folder.rglob("*.trace")):
+        text = trace.read_text(errors="replace").splitlines()
+        frames = [line.strip() for line in text if line.startswith("  File ")][:_FRAMES_SHOWN]
+        out += [f"{trace.stem}:", *(f"  {frame}" for frame in frames)] if frames else []
+    return "\n".join(out)
 
 
 def _tail(path: Path) -> str:

@@ -5,9 +5,11 @@ in `new_group`, even when the parent has destroyed its own. A test process shoul
 `launch`; `launch` refuses to fork where it knows of groups.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -123,6 +125,8 @@ def _rank_main(
     fn: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...]
 ) -> None:
     status = 1
+    trace = _outcome(Path(folder), rank, "trace").open("w")
+    faulthandler.register(signal.SIGUSR1, trace)  # where it hangs: see `cells`
     try:
         result = fn(rank, world, os.path.join(folder, "rendezvous"), *args)
         _outcome(Path(folder), rank).write_bytes(pickle.dumps(result))

@@ -112,16 +112,17 @@ def _grouped(cells: Iterable[Cell], status: str) -> list[str]:
     """The details of these cells; those that say the same, together."""
     cells = list(cells)
     names = {cell.check for cell in cells}
-    where: dict[str, dict[str, list[str]]] = {}
+    checks: dict[tuple[str, _Column], list[str]] = {}  # by reason and environment
     for cell in cells:
         if cell.status == status:
-            column = _head((cell.megatron, cell.mindspeed))
-            where.setdefault(cell.detail, {}).setdefault(cell.check, []).append(column)
+            checks.setdefault((cell.detail, (cell.megatron, cell.mindspeed)), []).append(cell.check)
+    where: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # by reason and checks
+    for (detail, column), found in checks.items():
+        where.setdefault((detail, tuple(found)), []).append(_head(column))
     lines = []
-    for detail, by_check in where.items():
-        columns = list(dict.fromkeys(c for found in by_check.values() for c in found))
-        checks = "every check" if len(by_check) == len(names) > 1 else ", ".join(by_check)
-        head = f"  {checks} on {', '.join(columns)}:"
+    for (detail, found_checks), columns in where.items():
+        every = len(found_checks) == len(names) > 1
+        head = f"  {'every check' if every else ', '.join(found_checks)} on {', '.join(columns)}:"
         first, *rest = detail.splitlines() or [""]
         lines += [f"{head} {first}", *(f"    {line}" for line in rest)]
     return lines

@@ -188,11 +188,12 @@ class _Run:
         command += ["--jobs", str(self._jobs), "--timeout", str(self._timeout)]
         command += ["--mindspeed"] if self.env.mindspeed else []
         # An empty folder to start in: with -m it comes first on the path, and may hold a megatron.
+        # It is also where all temporary files go, because a killed process leaves them.
         with (
             tempfile.TemporaryDirectory(prefix="replay-patch-matrix-") as folder,
             subprocess.Popen(
                 command,
-                env=environ(self._folders()),
+                env=environ(self._folders()) | {"TMPDIR": folder},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -233,7 +234,7 @@ class _Run:
             timer.start()
             line = process.stdout.readline()
             timer.cancel()
-            if not line:
+            if not line.endswith("\n"):  # the end, maybe in the middle of one
                 return
             self._note(json.loads(line))
             limit = self._timeout + 30.0  # the process itself kills what is late

@@ -60,6 +60,17 @@ def test_an_environment_that_failed_as_a_whole_is_one_line() -> None:
     assert report.failures(cells) == "Could not be run:\n  every check on fork: no Megatron"
 
 
+def test_every_check_is_said_of_no_environment_that_has_other_results() -> None:
+    one = [Cell("1", None, "a", "fail", 0.0, "no"), Cell("1", None, "b", "error", 0.0, "stopped")]
+    two = [Cell("2", None, check, "error", 0.0, "stopped") for check in "ab"]
+
+    assert report.failures([*one, *two]).splitlines()[2:] == [
+        "Could not be run:",
+        "  b on 1: stopped",
+        "  every check on 2: stopped",
+    ]
+
+
 def test_a_reason_without_words() -> None:
     assert report.failures(of("fail").cells) == "Failed:\n  c0 on 0.12.1: "
 
