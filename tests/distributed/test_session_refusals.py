@@ -70,7 +70,10 @@ def test_routes_that_do_not_fit_are_refused_at_the_load() -> None:
     ids = good[0].expert_ids
     bad = {
         r"routes of 1 sequences: the layout has 2": good[:1],
-        r"trajectory 0 has routes of 5 rows: expected to end after 8": [Routes(ids[:5], 8), good[1]],
+        r"trajectory 0 .* 5 rows: expected to end after 8": [
+            Routes(ids[:5], 8),
+            good[1],
+        ],
         r"trajectory 0 .* 16 experts, top-k 3: the model has 8": [Routes(ids, 16)] * 2,
         r"top-k 2: the model has 8 experts, top-k 3": [Routes(ids[..., :2], 8)] * 2,
         r"3 layers of routes": [Routes(ids[:, :3], 8)] * 2,
