@@ -30,15 +30,15 @@ PATCHES = (
     native_router_replay.PATCH,
     router_topk.PATCH,
     fused_router.PATCH,
-    padding_mask.PATCH,
-    padding_mask_shape.PATCH,
-    padding_only_loss.PATCH,
-    expert_bias_mask.PATCH,
-    mtp_recompute_mask.PATCH,
-    block_recompute_mask.PATCH,
     router_objects.PATCH,
     mtp_depth.PATCH,
     router_guard.PATCH,
+    padding_only_loss.PATCH,
+    expert_bias_mask.PATCH,
+    padding_mask_shape.PATCH,
+    block_recompute_mask.PATCH,
+    mtp_recompute_mask.PATCH,
+    padding_mask.PATCH,  # after router_objects, around whose forward its own comes
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)

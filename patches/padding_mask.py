@@ -32,8 +32,14 @@ def _apply(transaction: Transaction) -> None:
         wrappers["attach_and_log_load_balancing_loss"] = _per_token
     else:
         wrappers |= {_SCORES: _scores, "apply_load_balancing_loss": _load_balancing}
-        if not _gives_map(vars(router)[_SCORES]):  # 0.12
+        if _SCORES in vars(router) and not _gives_map(vars(router)[_SCORES]):  # 0.12
             wrappers["aux_loss_load_balancing"] = _tokens_per_expert
+    missing = sorted(wrappers.keys() - vars(router).keys())
+    if missing:
+        raise LookupError(
+            f"TopKRouter of {Probe().megatron()} is not the class that we know: it has no "
+            f"{', '.join(missing)}"
+        )
     for name, make in wrappers.items():
         if name != "forward":
             with_globals(vars(router)[name], {})  # raises here, and not in the first forward

@@ -40,7 +40,7 @@ def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="padding_mask_shape",
     targets=(_TARGET,),
-    modules=(_MODULE,),
+    modules=("megatron.core.transformer.moe.router", _MODULE),  # 0.12 ... 0.14 may import one only
     why=(
         "GPTModel cuts the mask for sequence parallelism only where it embeds tokens: later "
         "pipeline stages and hybrid models hand the whole one to routers that hold a part of the "

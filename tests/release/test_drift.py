@@ -109,6 +109,7 @@ def test_nothing_else_is_told(doctor: Report) -> None:
     assert {i["target"] for i in doctor.data["drift"]} == {
         f"{ROUTER}:Router.set_layer_number",
         f"{ROUTER}:TopKRouter",
+        f"{ROUTER}:TopKRouter.apply_z_loss",
         f"{UTILS}:group_limited_topk",
         f"{MTP}._build_layers",
     }

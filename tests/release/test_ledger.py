@@ -8,7 +8,7 @@ from helpers import fresh
 pytestmark = pytest.mark.mechanism
 
 PRELUDE = """
-import functools, json, sys, torch
+import functools, inspect, json, sys, torch
 import megatron.core.transformer.moe.router as router_module
 import megatron.core.models.gpt.gpt_model
 import replay_patch
@@ -55,7 +55,7 @@ print(json.dumps([state(), replayed(), len(calls)]))
 def test_an_overwritten_patch_is_lost_and_replay_is_refused_until_it_is_back() -> None:
     code = """
 calls = []
-TopKRouter.forward = wrapper(TopKRouter.forward.__wrapped__, calls)
+TopKRouter.forward = wrapper(inspect.unwrap(TopKRouter.forward), calls)
 out = [state()]
 try:
     replayed()
@@ -258,7 +258,7 @@ def test_a_forward_that_is_overwritten_after_the_model_was_built_refuses_to_star
     code = """
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 router = tiny.router(tiny.moe_config(enable_routing_replay=True))
-TopKRouter.forward = TopKRouter.forward.__wrapped__
+TopKRouter.forward = inspect.unwrap(TopKRouter.forward)
 errors = []
 for start in (router.router_replay.set_router_replay_action,
               RouterReplay.set_global_router_replay_action):
