@@ -142,7 +142,7 @@ MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 TAKES_MASK = "padding_mask" in inspect.signature(inspect.unwrap(GPTModel.forward)).parameters
 
 
-def make_model(**options: Any) -> Any:
+def make_model(torch_attention: bool | None = None, **options: Any) -> Any:
     tiny.clear_aux_tracker()
     defaults = {
         "num_moe_experts": E,
@@ -150,7 +150,8 @@ def make_model(**options: Any) -> Any:
         **loss("aux_loss", AUX),
         **SIGMOID_BIAS,
     }
-    return tiny.gpt_model(tiny.moe_config(**defaults | options))
+    config = tiny.moe_config(**defaults | options)
+    return tiny.gpt_model(config, torch_attention=torch_attention)
 
 
 def batch(total: int, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,8 +31,10 @@ from helpers.padded import (
     take,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from replay_patch import LayoutError, RouteError, carried
+from replay_patch.matrix import tiny
 
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 OURS = pytest.mark.skipif(TAKES_MASK, reason="Megatron carries the mask itself")
@@ -307,15 +309,31 @@ def test_a_model_that_had_a_mask_has_no_new_attribute() -> None:
         assert vars(module).keys() == vars(fresh).keys()
 
 
-@OURS
-def test_the_packed_form_is_the_padded_one() -> None:
-    """[1, T] with padding between sequences: rows count wherever they are (case 51)."""
-    model = make_model(**loss("aux_loss", 0.2))
-    tokens = torch.arange(1, 13).unsqueeze(0)
-    positions = torch.arange(12).unsqueeze(0)
-    mask = torch.zeros(1, 12, dtype=torch.bool)
-    mask[0, [3, 9, 10, 11]] = True  # lengths 3 and 5, aligned to 4 and 8
+def packed(sizes: list[int]) -> PackedSeqParams:
+    ends = torch.tensor([0, *sizes]).cumsum(0).int()
+    longest = max(sizes)
+    return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
-    model(tokens, positions, None, labels=tokens, padding_mask=mask).sum().backward()
 
-    assert [router.local_tokens_per_expert.sum() for router in routers(model)] == [8 * K] * 2
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+def test_packed_sequences_with_padding_between_them(options: dict[str, Any]) -> None:
+    """thd, [1, T]: 3 and 5 tokens, of which each has 4 or 8 rows (case 51)."""
+    sizes, lengths = [4, 8], [3, 5]
+    model = make_model(torch_attention=True, **options)
+    places = [torch.arange(size) for size in sizes]
+    positions = torch.cat(places).unsqueeze(0)
+    mask = torch.cat([p >= n for p, n in zip(places, lengths, strict=True)]).unsqueeze(0)
+    tokens = torch.randint(1, tiny.VOCAB_SIZE, (1, 12)).masked_fill(mask, 0)
+
+    def run(keep: Any, sizes: list[int], **more: Any) -> dict[str, Any]:
+        t, p = tokens[keep].unsqueeze(0), positions[keep].unsqueeze(0)
+        losses = model(t, p, None, labels=t, packed_seq_params=packed(sizes), **more)
+        (losses * ~mask[keep].unsqueeze(0)).sum().backward()
+        return take(model)
+
+    expected = run(~mask, lengths)
+    found = run(torch.ones_like(mask), sizes, padding_mask=mask)
+
+    assert mask[0].nonzero().flatten().tolist() == [3, 9, 10, 11]
+    assert far(expected, found) == []
+    assert found["counts of router 0"].sum() == 8 * K
