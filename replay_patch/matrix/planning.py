@@ -98,7 +98,7 @@ def _with_mindspeed(
     name = path.name
     if not (path / "mindspeed").is_dir():
         problem = f"{path} holds no mindspeed; expected the folder of a MindSpeed checkout"
-        return Environment("?", mindspeed=name, problem=problem)
+        return Environment("?", None, name, path, problem)
     if pair:
         megatron = (
             _folder(pair) if os.sep in pair or Path(pair).is_dir() else _release(pair, cache, say)
@@ -112,7 +112,7 @@ def _with_mindspeed(
             f"which Megatron {path} is for can be told neither from its branch nor from its name "
             "(expected ..._core_r0.N.P): say --mindspeed-path DIR=RELEASE"
         )
-        return Environment("?", mindspeed=name, problem=problem)
+        return Environment("?", None, name, path, problem)
     return replace(megatron, mindspeed=name, mindspeed_path=path)
 
 

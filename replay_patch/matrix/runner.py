@@ -28,6 +28,7 @@ __all__ = ["Cell", "Matrix", "run"]
 
 _IMPORT_SECONDS = 300.0  # Megatron with all its optional packages, on a slow file system
 _STOP_SECONDS = 5.0
+_POLL_SECONDS = 0.2
 _LINES_KEPT = 12
 _STANDINS = Path(__file__).with_name("standins")
 
@@ -94,7 +95,8 @@ def run(
     with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(one.run) for one in runs]
         try:
-            wait(futures)
+            while wait(futures, _POLL_SECONDS).not_done:
+                pass  # another thread may get the signal, and would not wake a waiting one
         except KeyboardInterrupt:
             interrupted = True
             say("interrupted: stopping")
@@ -107,15 +109,17 @@ def run(
 
 
 def _told_apart(cells: list[Cell], runs: Sequence["_Run"]) -> list[Cell]:
-    """Two Megatrons of one version (a release and a fork) also get the name they were asked by."""
+    """Two of one version (a release and a fork) also get the name they were asked by."""
     asked = collections.Counter((one.env.megatron, one.env.mindspeed) for one in runs)
     if max(asked.values(), default=0) < 2:
         return cells
     out = []
     for one in runs:
-        twice = asked[one.env.megatron, one.env.mindspeed] > 1
-        name = f"{one.env.megatron} ({one.asked})" if twice else one.env.megatron
-        out += [replace(cell, megatron=name) for cell in one.in_order()]
+        megatron, mindspeed = one.env.megatron, one.env.mindspeed
+        if asked[megatron, mindspeed] > 1:
+            megatron = f"{megatron} ({one.asked})"
+            mindspeed = mindspeed and f"{mindspeed} ({one.env.mindspeed_path or 'installed'})"
+        out += [replace(c, megatron=megatron, mindspeed=mindspeed) for c in one.in_order()]
     return out
 
 

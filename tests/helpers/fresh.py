@@ -26,8 +26,13 @@ def run(code: str, *, bed: bool = False, path: Path | None = None, **env: str) -
 
 def python(*args: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with none of our variables in the environment but `env`."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("REPLAY_PATCH", "TORCH_"))}
+    clean = clean_environ()
     if path is not None:
         paths = [str(path), *filter(None, [clean.get("PYTHONPATH")])]
         clean["PYTHONPATH"] = os.pathsep.join(paths)
     return subprocess.run([sys.executable, *args], env=clean | env, text=True, capture_output=True)
+
+
+def clean_environ() -> dict[str, str]:
+    """The variables of this process without ours and torch's."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("REPLAY_PATCH", "TORCH_"))}

@@ -1,0 +1,74 @@
+"""Leaving out a patch turns red exactly the checks that name it, on a release that needs it."""
+
+import functools
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from helpers import fresh, matrices
+
+from replay_patch.matrix.checks import CHECKS
+from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES
+from replay_patch.patches import PATCHES
+
+BOTH = (TESTED_RELEASES[0], NEWEST)
+NAMES = [patch.name for patch in PATCHES]
+
+
+@functools.cache
+def needed(release: str) -> frozenset[str]:
+    """The patches that are active on this release, and not just there."""
+    code = """
+        import importlib, json, replay_patch
+        from replay_patch.patches import PATCHES
+        for patch in PATCHES:
+            importlib.import_module(patch.modules[-1])
+        print(json.dumps({patch.name: patch.state for patch in replay_patch.status().patches}))
+    """
+    states = fresh.run(code, bed=True, path=matrices.release(release), REPLAY_PATCH="1")
+    assert set(states.values()) == {"active", "not needed"}
+    return frozenset(name for name, state in states.items() if state == "active")
+
+
+def needing(patch: str) -> str:
+    return next(release for release in BOTH if patch in needed(release))
+
+
+@pytest.fixture(scope="module")
+def without(clean: matrices.Done) -> Iterator[dict[str, "Future[matrices.Done]"]]:
+    """A run without each patch; two at a time, since each is one environment."""
+
+    def run(patch: str) -> matrices.Done:
+        return matrices.run("--megatron", needing(patch), "--jobs", "1", REPLAY_PATCH_SKIP=patch)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {patch: pool.submit(run, patch) for patch in NAMES}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("patch", NAMES)
+def test_exactly_the_checks_that_name_a_patch_fail_without_it(
+    patch: str, without: dict[str, "Future[matrices.Done]"], clean: matrices.Done
+) -> None:
+    done, release = without[patch].result(), needing(patch)
+
+    skipped = {check for check, status in clean.statuses(release).items() if status == "skip"}
+    expected = {c.name for c in CHECKS.values() if patch in c.patches} - skipped
+    statuses = done.statuses(release)
+    assert {check for check, status in statuses.items() if status == "fail"} == expected
+    others = {check: status for check, status in statuses.items() if check not in expected}
+    assert others == {check: clean.statuses(release)[check] for check in others}
+    assert done.code == 1
+
+
+@pytest.mark.parametrize("patch", NAMES)
+def test_each_patch_has_a_check_aimed_at_it_alone(patch: str, clean: matrices.Done) -> None:
+    aimed = [
+        check.name
+        for release in BOTH
+        for check in CHECKS.values()
+        if needed(release).intersection(check.patches) == {patch}
+        and clean.statuses(release)[check.name] == "pass"
+    ]
+
+    assert aimed
