@@ -20,7 +20,10 @@ from typing import Any
 
 from helpers import fresh
 
-from replay_patch.matrix.environments import cache_dir, environment
+from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, cache_dir, environment
+
+RELEASES = (TESTED_RELEASES[0], "0.16.1", "0.18.2", NEWEST)
+"""The oldest and the newest, and between them: every patch is needed on one of these."""
 
 MARK = "MARK_OF_A_MATRIX_TEST"
 JOBS = 2

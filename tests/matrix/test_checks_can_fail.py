@@ -6,12 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from helpers import fresh, matrices
+from helpers.matrices import RELEASES
 
 from replay_patch.matrix.checks import CHECKS
-from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES
 from replay_patch.patches import PATCHES
 
-BOTH = (TESTED_RELEASES[0], NEWEST)
 NAMES = [patch.name for patch in PATCHES]
 
 
@@ -31,7 +30,7 @@ def needed(release: str) -> frozenset[str]:
 
 
 def needing(patch: str) -> str:
-    return next(release for release in BOTH if patch in needed(release))
+    return next(release for release in RELEASES if patch in needed(release))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def test_exactly_the_checks_that_name_a_patch_fail_without_it(
 def test_each_patch_has_a_check_aimed_at_it_alone(patch: str, clean: matrices.Done) -> None:
     aimed = [
         check.name
-        for release in BOTH
+        for release in RELEASES
         for check in CHECKS.values()
         if needed(release).intersection(check.patches) == {patch}
         and clean.statuses(release)[check.name] == "pass"

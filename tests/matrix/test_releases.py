@@ -2,14 +2,12 @@
 
 import pytest
 from helpers import matrices
+from helpers.matrices import RELEASES
 
 from replay_patch.matrix.checks import CHECKS
-from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES
-
-BOTH = (TESTED_RELEASES[0], NEWEST)
 
 
-@pytest.mark.parametrize("release", BOTH)
+@pytest.mark.parametrize("release", RELEASES)
 def test_every_check_passes_or_says_why_it_does_not_apply(
     release: str, clean: matrices.Done
 ) -> None:
@@ -22,7 +20,7 @@ def test_every_check_passes_or_says_why_it_does_not_apply(
 
 
 def test_the_json_has_this_form(clean: matrices.Done) -> None:
-    assert len(clean.cells) == len(BOTH) * len(CHECKS)
+    assert len(clean.cells) == len(RELEASES) * len(CHECKS)
     for cell in clean.cells:
         types = {key: type(value) for key, value in cell.items()}
         assert types == {
@@ -39,9 +37,9 @@ def test_the_json_has_this_form(clean: matrices.Done) -> None:
 def test_the_table_says_the_same(clean: matrices.Done) -> None:
     head, *rows = clean.out.split("\n\n")[0].splitlines()
 
-    assert head.split() == list(BOTH)
+    assert head.split() == list(RELEASES)
     assert [row.split() for row in rows] == [
-        [check, *(clean.statuses(release)[check] for release in BOTH)] for check in CHECKS
+        [check, *(clean.statuses(release)[check] for release in RELEASES)] for check in CHECKS
     ]
 
 
