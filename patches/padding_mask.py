@@ -60,42 +60,36 @@ def _gives_map(compute: Any) -> bool:
 # --- a mask goes in -----------------------------------------------------------------------------
 
 
-def _widened(original: Any, made: Any, kind: Any = inspect.Parameter.KEYWORD_ONLY) -> Any:
-    """`made` with the signature of `original`, and `padding_mask` at its end."""
-    signature = inspect.signature(original)
-    parameters = [*signature.parameters.values()]
-    if parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
-        parameters.append(inspect.Parameter("padding_mask", kind, default=None))
-    made.__signature__ = signature.replace(parameters=parameters)
-    return made
+# GPTModel's signature stays: sessions and trainers ask it whether to hand over a mask, and on these
+# releases a model around it may not take one. A mask that is given is taken all the same.
 
 
 def _model(original: Callable[..., Any]) -> Any:
     from replay_patch import carried
 
-    @functools.wraps(original, updated=())
-    def forward(self: Any, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
-        if padding_mask is None and not carried.known(self):
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.pop("padding_mask", None)
+        if mask is None and not carried.known(self):
             return original(self, *args, **kwargs)
-        padding = _padding(original, self, padding_mask, args, kwargs)
+        padding = _padding(original, self, mask, args, kwargs)
         recompute = getattr(self.config, "recompute_granularity", None) is not None
         call = functools.partial(original, self, *args, **kwargs)
         return carried.carrier_of(self).run(padding, call, recompute)
 
-    return _widened(original, forward)
+    return forward
 
 
 def _plan(original: Callable[..., Any]) -> Any:
     from replay_patch import carried
 
-    @functools.wraps(original, updated=())
-    def build_schedule_plan(self: Any, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
-        if padding_mask is not None or carried.known(self):
-            padding = _padding(original, self, padding_mask, args, kwargs)
+    def build_schedule_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.pop("padding_mask", None)
+        if mask is not None or carried.known(self):
+            padding = _padding(original, self, mask, args, kwargs)
             carried.carrier_of(self).planned = padding
         return original(self, *args, **kwargs)
 
-    return _widened(original, build_schedule_plan)
+    return build_schedule_plan
 
 
 def _padding(original: Any, model: Any, mask: Any, args: Any, kwargs: Any) -> Any:
@@ -104,14 +98,16 @@ def _padding(original: Any, model: Any, mask: Any, args: Any, kwargs: Any) -> An
 
     carrier = carried.carrier_of(model)
     held, carrier.held = carrier.held, None
-    mask = held if mask is None else mask
-    if mask is None:
+    if mask is None and held is None:
         return None
     given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
     hidden, input_ids = given.get("decoder_input"), given.get("input_ids")
     if hidden is None and not model.pre_process:
         hidden, input_ids = model.decoder.input_tensor, None
-    return padding.of_model(model, mask, None if hidden is not None else input_ids, hidden)
+    input_ids = None if hidden is not None else input_ids
+    if mask is None:
+        return padding.of_session(model, held, input_ids, hidden)
+    return padding.of_model(model, mask, input_ids, hidden)
 
 
 def _router(original: Callable[..., Any]) -> Any:
@@ -131,8 +127,11 @@ def _router(original: Callable[..., Any]) -> Any:
             return original(self, input, **kwargs)
         return masked(self, input, padding_mask, kwargs)
 
+    parameters = inspect.signature(original).parameters
+    mask = inspect.Parameter("padding_mask", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
     # By position, too: so the layers of 0.16 and later call it.
-    return _widened(original, forward, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = inspect.Signature([*parameters.values(), mask])  # type: ignore[attr-defined]
+    return forward
 
 
 # --- what counts it -----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ sequence numbers, as in `replay_patch.autograd`: a router asks which call it is 
 recompute finds the call of its forward. A call lives in its output's graph and dies with it.
 """
 
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from typing import Any
 
 import torch
 
-from replay_patch import autograd
+from replay_patch import activation, autograd
 from replay_patch.padding import Padding
-from replay_patch.targets import refuse
+from replay_patch.patching import ACTIVE
+from replay_patch.targets import refuse, warn_once
 
 carriers: dict[int, "Carrier"] = {}
 """id of a router -> what knows the calls of its model. Empty until a mask is used."""
@@ -178,10 +178,26 @@ def hold(chunk: Any, mask: Any) -> None:
 
 def accepts(chunk: Any) -> bool:
     """Whether there is a model in `chunk` that takes a mask, by our patch."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    states = {patch.name: patch.state for patch in activation.status().patches}
+    return states.get("padding_mask") == ACTIVE and bool(_gpt_models(chunk))
 
-    takes = "padding_mask" in inspect.signature(GPTModel.forward).parameters
-    return takes and bool(_gpt_models(chunk))
+
+def warn_of_padding(chunk: Any, mask: Any) -> None:
+    """Say once that padding counts in a model that takes no mask, if anything counts there.
+
+    Args:
+        mask: bool [B, S], on the host.
+    """
+    config = chunk.config
+    aux = config.moe_aux_loss_coeff
+    counts = [config.moe_z_loss_coeff, config.moe_router_enable_expert_bias]
+    counts += aux if isinstance(aux, (list, tuple)) else [aux]
+    if chunk.training and any(counts) and bool(mask.any()):
+        warn_once(
+            "%s takes no padding_mask: padding counts in its router losses and expert bias "
+            "(`replay-patch doctor` says whether the patch padding_mask is in place)",
+            type(chunk).__name__,
+        )
 
 
 def _gpt_models(chunk: Any) -> list[Any]:

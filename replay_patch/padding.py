@@ -210,6 +210,20 @@ def of_model(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding:
     return Padding(mask.t(), part, device)
 
 
+def of_session(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding | None:
+    """As `of_model`, of a mask that a session holds; None if it is of another number of tokens.
+
+    The routers of the session refuse the call then, and know better what is wrong.
+    """
+    size = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    tokens = mask.numel()
+    if input_ids is not None:
+        tokens = input_ids.numel()
+    elif hidden is not None:
+        tokens = hidden.shape[:2].numel() * size
+    return of_model(model, mask, input_ids, hidden) if tokens == mask.numel() else None
+
+
 def of_router(router: Any, mask: Any, hidden: Tensor) -> Padding:
     """The padding of one router call.
 

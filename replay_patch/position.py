@@ -24,7 +24,7 @@ def check_rank(layout: Any, config: Any) -> None:
 
 def takes_mask(chunk: Any) -> bool:
     """Whether this Megatron's own model takes `padding_mask` (from 0.16 on)."""
-    return "padding_mask" in inspect.signature(inspect.unwrap(chunk.forward)).parameters
+    return "padding_mask" in inspect.signature(chunk.forward).parameters
 
 
 def mask_of_stage(chunk: Any, config: Any, device: Any, layout: Any) -> Any:

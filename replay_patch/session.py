@@ -116,6 +116,8 @@ class Session:
         if not stage.takes_mask:
             if stage.holds_mask:
                 carried.hold(stage.chunk, layout.padding_mask)
+            else:
+                carried.warn_of_padding(stage.chunk, layout.padding_mask)
             return {}
         where = stage.chunk, stage.config, stage.device
         return {"padding_mask": position.mask_of_stage(*where, layout)}

@@ -1,10 +1,12 @@
 """Sessions hand over the mask: as an argument where Megatron takes one, else they hold it."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.exactness import loss
 from helpers.padded import (
     FULL,
     LENGTH,
@@ -24,7 +26,7 @@ from helpers.padded import (
     take,
 )
 
-from replay_patch import LayoutError, Routes, TokenLayout, carried, recording, replaying
+from replay_patch import LayoutError, RouteError, Routes, TokenLayout, carried, recording, replaying
 
 LAYOUT = TokenLayout.padded([LENGTH] * B, TOTAL)
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
@@ -47,6 +49,18 @@ def replayed(model: Any, given: Any = None, **options: Any) -> dict[str, Any]:
         more = replay.load(model, given or routes(), LAYOUT)
         loss_of(model, TOTAL, **more).backward()
     return take(model)
+
+
+class Around(torch.nn.Module):
+    """A model around Megatron's, whose forward knows no mask."""
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__()
+        self.language_model, self.config = language_model, language_model.config
+        self.pre_process = self.post_process = True
+
+    def forward(self, tokens: Any, positions: Any, mask: Any, labels: Any) -> Any:
+        return self.language_model(tokens, positions, mask, labels=labels)
 
 
 def test_load_returns_what_this_model_takes() -> None:
@@ -150,15 +164,6 @@ def test_a_held_mask_is_for_one_forward_and_not_for_later() -> None:
 def test_a_model_around_the_gpt_model_takes_no_argument() -> None:
     """A vision-language model, say, whose forward knows no mask."""
 
-    class Around(torch.nn.Module):
-        def __init__(self, language_model: Any) -> None:
-            super().__init__()
-            self.language_model, self.config = language_model, language_model.config
-            self.pre_process = self.post_process = True
-
-        def forward(self, tokens: Any, positions: Any, mask: Any, labels: Any) -> Any:
-            return self.language_model(tokens, positions, mask, labels=labels)
-
     inner = make_model(**FULL)
     expected = recorded(inner)
 
@@ -166,6 +171,22 @@ def test_a_model_around_the_gpt_model_takes_no_argument() -> None:
 
     assert [*expected.values()][-1].tolist() == [*found.values()][-1].tolist()
     assert all(map(torch.equal, expected.values(), found.values()))
+
+
+@pytest.mark.parametrize("losses", [True, False])
+def test_a_model_that_takes_no_mask_is_told_once(
+    losses: bool, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPTModel in it, or the patch is not in place: not silently."""
+    none = {"moe_z_loss_coeff": None, "moe_router_enable_expert_bias": False} | loss("none", 0.0)
+    model = Around(make_model(**({} if losses else none)))
+    monkeypatch.setattr(carried, "accepts", lambda chunk: False)
+
+    for _ in range(2):
+        with recording(model) as record:
+            loss_of(model, TOTAL, **record.load(model, LAYOUT))
+
+    assert ["Around takes no padding_mask" in line for line in warnings()] == [True] * losses
 
 
 @HELD
@@ -177,5 +198,20 @@ def test_a_layout_that_does_not_fit_the_batch_is_refused_at_the_forward() -> Non
             record.load(model, TokenLayout.padded([LENGTH] * B, TOTAL - 1))
             loss_of(model, TOTAL)
 
-    with pytest.raises(LayoutError, match="padding_mask has the shape"):
+    with pytest.raises(RouteError, match="24 router rows; expected 21"):
+        forward()
+
+
+@HELD
+def test_a_layout_of_another_shape_with_as_many_tokens_is_refused() -> None:
+    model = make_model()
+
+    def forward() -> None:
+        with recording(model) as record:
+            record.load(model, TokenLayout.padded([B] * TOTAL, B))
+            loss_of(model, TOTAL)
+
+    with pytest.raises(
+        LayoutError, match=r"padding_mask has the shape \[8, 3\]: expected \[3, 8\]"
+    ):
         forward()
