@@ -11,7 +11,6 @@ What cannot be known raises.
 """
 
 import bisect
-import functools
 import threading
 import weakref
 from types import SimpleNamespace
@@ -62,6 +61,12 @@ class Entry:
             and self.start <= number
             and (self.end is None or number < self.end)
         )
+
+
+class _Nothing:
+    """A callback whose end is what counts."""
+
+    def __call__(self) -> None: ...
 
 
 class Tracker:
@@ -191,7 +196,9 @@ class Tracker:
             if self._backwards:
                 return True
             self._backwards.add(backward)
-            over = functools.partial(self._backwards.discard, backward)
+            # The engine drops the callback with the backward, also with one that has failed.
+            over = _Nothing()
+            weakref.finalize(over, self._backwards.discard, backward).atexit = False
             Variable._execution_engine.queue_callback(over)
         return False
 

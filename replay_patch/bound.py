@@ -5,6 +5,7 @@ as it would call its own. So nothing global says which session is on, models wit
 as they are, and the config flag is not needed.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,16 +73,22 @@ class SessionReplay:
             refuse("get_replay_topk() without default_compute_topk", "the native selection", self)
         return _choose(self, scores, topk, num_groups, group_topk, default_compute_topk)
 
+    # A copy of the model, or a checkpoint of it, is not in the session.
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _outside(copy.deepcopy(self.original, memo))
+
     def __reduce__(self) -> Any:
-        # A copy of the model, or a checkpoint of it, is not in the session.
-        return _as_it_is, (self.original,)
+        return _outside, (copy.copy(self.original),)
 
 
 _choose = opaque(selection.choose)
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
+def _outside(original: Any) -> Any:
+    if original is not None:
+        original.in_session = False
+    return original
 
 
 def check_router(router: Any) -> None:

@@ -178,6 +178,11 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _listed(text: str) -> list[str]:
+    """The parts of "a, b,"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def _matrix(args: argparse.Namespace) -> int:
     from replay_patch.matrix import planning, report, runner
     from replay_patch.matrix.checks import CHECKS
@@ -185,7 +190,7 @@ def _matrix(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    names = list(CHECKS) if args.only is None else [n for n in args.only.split(",") if n]
+    names = list(CHECKS) if args.only is None else _listed(args.only)
     unknown = [name for name in names if name not in CHECKS]
     if unknown or not names:
         known = ", ".join(CHECKS)
@@ -212,7 +217,12 @@ def _matrix(args: argparse.Namespace) -> int:
     for what, path in (xml, markdown, ("JSON", args.json)):
         if path not in (None, "-"):
             _check_writable(what, path)
-    releases = [v.strip() for given in args.megatron for v in given.split(",") if v.strip()]
+    for option in ("megatron", "megatron_path", "mindspeed_path"):
+        for given in getattr(args, option):
+            if not _listed(given):  # an unset variable of a CI: it does not mean the installed one
+                name = option.replace("_", "-")
+                raise ReplayPatchError(f"--{name} {given!r} is empty; leave it out, or name one")
+    releases = [release for given in args.megatron for release in _listed(given)]
     paths = (args.megatron_path, args.mindspeed_path)
     environments = planning.plan(releases, *paths, cache=args.cache, say=say)
     matrix = runner.run(environments, checks, jobs=args.jobs, timeout=args.timeout, say=say)

@@ -7,7 +7,7 @@ gloo, NCCL and HCCL all have.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,15 +54,27 @@ def routes(recorded: Recorded) -> list[Routes]:
     known = torch.zeros(sum(lengths), dtype=torch.bool)
     header = [len(lengths), *lengths, *layers]
     parts = _exchange([header, places.tolist()], table, data_group, recorded.device)
-    _same("tensor- and context-parallel", [part.ints[0] for part in parts])
-    for part in parts:
+    headers = [part.ints[0] for part in parts]
+    alike = all(header == headers[0] for header in headers)
+    for part in parts if alike else []:
         at = torch.tensor(part.ints[1], dtype=torch.int64)
         ids[at] = part.data.view(len(at), len(layers), recorded.topk)
         known[at] = True
     missing = int((~known).sum())
 
-    stages = _exchange([lengths, layers, [missing]], ids, pipeline_group, recorded.device)
-    _same("pipeline", [stage.ints[0] for stage in stages])
+    # What is wrong is raised after the last collective: the other stages wait in it.
+    ints = [lengths, layers, [missing, alike]]
+    stages = _exchange(ints, ids, pipeline_group, recorded.device)
+    if not alike:
+        _differ("tensor- and context-parallel", headers)
+    if not all(stage.ints[2][1] for stage in stages):
+        raise RouteError(
+            "the tensor- and context-parallel ranks of another stage recorded "
+            "different things; the error is raised there"
+        )
+    sequences = [stage.ints[0] for stage in stages]
+    if any(some != lengths for some in sequences):
+        _differ("pipeline", sequences)
     missing = max(stage.ints[2][0] for stage in stages)
     if missing:
         raise RouteError(
@@ -161,9 +173,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.int8) if flat.numel() else torch.zeros(0, dtype=torch.int8)
 
 
-def _same(ranks: str, headers: list[list[int]]) -> None:
-    if any(header != headers[0] for header in headers):
-        raise RouteError(
-            f"the {ranks} ranks recorded different things: sequences or layers {headers}; expected "
-            "the same microbatches, loaded in the same order"
-        )
+def _differ(ranks: str, headers: list[list[int]]) -> NoReturn:
+    raise RouteError(
+        f"the {ranks} ranks recorded different things: sequences or layers {headers}; expected "
+        "the same microbatches, loaded in the same order"
+    )

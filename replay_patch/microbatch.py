@@ -4,7 +4,7 @@ N tokens of the microbatch, R router rows of this rank, L MoE layers of the chun
 top-k.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ class Microbatch:
 
     Attributes:
         num_rows: R.
+        shape: (S, B) of the hidden states that a router gets; their product need not be R.
         dtype: of the ids.
         ids: for each MoE layer of the chunk [R, K] on the device; None: the router's own choice,
             kept here by its first forward.
@@ -35,6 +36,7 @@ class Microbatch:
     """
 
     num_rows: int
+    shape: tuple[int, int]
     dtype: torch.dtype
     ids: list[Tensor | None]
     holes: Tensor | None = None
@@ -57,9 +59,17 @@ def router_rows(layout: Any, config: Any) -> Tensor:
     return layout.rows
 
 
-def recorded(num_rows: int, num_layers: int, num_experts: int) -> Microbatch:
+def hidden_shape(layout: TokenLayout, config: Any) -> tuple[int, int]:
+    """(S, B) of a router's input. Layouts of other shapes can have as many rows."""
+    batch, length = layout.input_rows.shape
+    cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return length // cut, batch
+
+
+def recorded(layout: TokenLayout, num_rows: int, num_layers: int, config: Any) -> Microbatch:
     """A microbatch whose routers choose for themselves."""
-    return Microbatch(num_rows, ids_dtype(num_experts), [None] * num_layers)
+    shape = hidden_shape(layout, config)
+    return Microbatch(num_rows, shape, ids_dtype(config.num_moe_experts), [None] * num_layers)
 
 
 def replayed(
@@ -87,6 +97,11 @@ def replayed(
     """
     if isinstance(routes, Routes):
         raise RouteError("routes is one Routes: expected a list, one for each sequence")
+    if not isinstance(routes, Iterable):
+        raise RouteError(
+            f"routes is {routes!r}: expected a list of Routes, one for each sequence; have they "
+            "been lost on the way from the rollout?"
+        )
     batch = routes if isinstance(routes, RouteBatch) else RouteBatch(routes)
     config = stage.config
     for i, one in enumerate(batch):
@@ -112,6 +127,7 @@ def replayed(
 
     microbatch = Microbatch(
         num_rows=len(found.captured),
+        shape=hidden_shape(layout, config),
         dtype=found.expert_ids.dtype,
         ids=list(to_device(found.expert_ids, stage.device).unbind(0)),
         holes=column(found.holes) if holes else None,

@@ -97,7 +97,9 @@ def moe_layers(config: Any) -> tuple[int, ...]:
     layers = int(config.num_layers)
     if getattr(config, "num_moe_experts", None) is None:
         return ()
-    frequency = getattr(config, "moe_layer_freq", None)
+    frequency: Any = getattr(config, "moe_layer_freq", None)
+    if hasattr(frequency, "tolist"):  # an array
+        frequency = frequency.tolist()
     if frequency is None:
         pattern = [True] * layers
     elif isinstance(frequency, int) and frequency > 0:
@@ -152,10 +154,15 @@ def _uneven(config: Any, pp_size: int, vp_size: int) -> list[list[int]]:
 def _in_layout(layout: Any, pp_size: int) -> list[list[int]]:
     """Read from the layout itself: asked through its methods, it answers for its own rank."""
     if isinstance(layout, (str, list)):  # set on the config after it was made
-        from megatron.core.transformer.pipeline_parallel_layer_layout import (
-            PipelineParallelLayerLayout,
-        )
-
+        try:
+            from megatron.core.transformer.pipeline_parallel_layer_layout import (
+                PipelineParallelLayerLayout,
+            )
+        except ImportError:
+            _refuse(
+                f"pipeline_model_parallel_layout={layout!r}, which this Megatron cannot read",
+                "none before 0.13.1",
+            )
         layout = PipelineParallelLayerLayout(layout, pp_size)
     return [
         [sum(getattr(kind, "name", kind) == "decoder" for kind in stage) for stage in stages]

@@ -56,7 +56,8 @@ def data_rank(config: Any) -> int:
     if state is None:
         return 0
     rank = int(state.get_data_parallel_rank(with_context_parallel=True))
-    if config.sequence_parallel:
+    # alltoall_seq (0.12): the routers of all tensor-parallel ranks see all their rows.
+    if config.sequence_parallel and config.moe_token_dispatcher_type != "alltoall_seq":
         rank = rank * config.tensor_model_parallel_size + tp_rank()
     return rank
 

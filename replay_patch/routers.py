@@ -90,6 +90,11 @@ def local_layers(
 
 
 def _stage(config: Any, pp_rank: int | None, vp_stage: int | None) -> tuple[int, int]:
+    if not hasattr(config, "num_layers"):
+        raise LayoutError(f"config is a {type(config).__name__}: expected a TransformerConfig")
+    for name, given in (("pp_rank", pp_rank), ("vp_stage", vp_stage)):
+        if given is not None and not hasattr(given, "__index__"):
+            raise LayoutError(f"{name} is {given!r}: expected an integer, or None")
     ranks, stages = pipeline_size(config), virtual_size(config)
     here = _here(config)
     if pp_rank is None:

@@ -47,7 +47,10 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
     outer = running.get(thread)
     running[thread] = replay
     try:
-        given = replay.microbatch.replayed if in_session else None
+        given = None
+        if in_session:
+            _check_shape(replay, kwargs.get("input", args[0] if args else None))
+            given = replay.microbatch.replayed
         if given is None:
             out = original(router, *args, **kwargs)
         else:
@@ -80,6 +83,19 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
             del running[thread]
         else:
             running[thread] = outer
+
+
+def _check_shape(replay: Any, hidden: Any) -> None:
+    """Refuse hidden states [S, B, H] that the layout of the microbatch is not for."""
+    shape: Any = getattr(hidden, "shape", ())
+    if len(shape) == 3 and shape[:2] != replay.microbatch.shape:
+        refuse(
+            f"hidden states of {shape[0]} positions x {shape[1]} sequences",
+            "{} x {}, as the layout says (sequence and context parallelism included)".format(
+                *replay.microbatch.shape
+            ),
+            replay,
+        )
 
 
 def _begin(router: Any, replay: Any, hidden: Any) -> Callable[[], None]:

@@ -92,7 +92,7 @@ class Recording(Session):
                 f"another chunk {self._loads[number][0]}",
                 "the k-th load of every chunk to be the same microbatch",
             )
-        microbatch = recorded(len(rows), len(stage.layers), stage.config.num_moe_experts)
+        microbatch = recorded(layout, len(rows), len(stage.layers), stage.config)
         arguments = self._loaded(stage, microbatch, layout)
         self._microbatches.setdefault(id(stage), []).append(microbatch)
         return arguments

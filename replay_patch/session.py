@@ -49,8 +49,14 @@ class Session:
 
     def __init__(self, model: Any) -> None:
         activation.require_replay(f"{self.name}()")
-        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-        self._chunks = [unwrap(chunk) for chunk in chunks]
+        several = isinstance(model, (list, tuple, torch.nn.ModuleList))
+        self._chunks = [unwrap(chunk) for chunk in (model if several else [model])]
+        for chunk in self._chunks:
+            if not (isinstance(chunk, torch.nn.Module) and hasattr(chunk, "config")):
+                self._refuse(
+                    f"the model is a {type(chunk).__name__} without a config",
+                    "a Megatron model, or the list of its virtual pipeline chunks",
+                )
         self._stages: list[Stage] = []
         self._thread: int | None = None
         self._state = "not entered"

@@ -121,7 +121,9 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
     for (layer, microbatch), maps in native.items():
         wanted = _maps(recorded, microbatch, layer, layout)
         rows = wanted.any(1)
-        tools.same_map(wanted[rows], maps[0][rows], f"recorded, layer {layer}, {microbatch}")
+        where = f"recorded, layer {layer}, microbatch {microbatch}"
+        tools.same_map(wanted[rows], maps[0][0][rows], where)
+        tools.same_map(maps[0][1], maps[0][0], where)
 
     given = _other_routes(layers)
     gradients = []
@@ -140,6 +142,7 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
         expected = {(layer, m) for layer in held for m in range(MICROBATCHES)}
         assert seen.keys() == expected, f"rank {rank}: calls of {sorted(seen)}"
         _check_maps(seen, given, layout, calls=2 if recompute else 1)
+        _check_report(replay.report, seen, given, layout)
         for chunk in chunks:
             found = {n: p.grad for n, p in chunk.named_parameters() if p.grad is not None}
             assert any("router" in name for name in found), "no gradient reaches a router"
@@ -148,12 +151,10 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
     for without, with_recompute in zip(gradients[:half], gradients[half:], strict=True):
         for name, gradient in without.items():
             tools.same_bits(gradient, with_recompute[name], f"rank {rank}, gradient of {name}")
-    assert replay.report.replayed > 0
-
     tiny.clear_aux_tracker()
     chunks = tiny.model_chunks(tools.config(num_layers=LAYERS, **options))
     seen = _run(chunks, lambda chunk, m: _set_targets(chunk, given, m, layout), train=True)
-    _check_maps(seen, given, layout, calls=1)
+    _check_maps(seen, given, layout, calls=1, own_holes=False)
 
 
 def _set_targets(chunk: Any, given: list[Any], microbatch: int, layout: Any) -> dict[str, Any]:
@@ -225,21 +226,50 @@ def _maps(routes: list[Any], microbatch: int, layer: int, layout: Any) -> Any:
     return wanted
 
 
-def _check_maps(seen: Any, given: list[Any], layout: Any, calls: int) -> None:
-    """Every call took the ids of its own microbatch, and a recompute what its forward took."""
+def _check_maps(
+    seen: Any, given: list[Any], layout: Any, calls: int, own_holes: bool = True
+) -> None:
+    """Every call took the ids of its own microbatch, and a recompute what its forward took.
+
+    Args:
+        own_holes: tokens without a route took the native experts, and padding all alike.
+    """
     for (layer, microbatch), maps in seen.items():
         where = f"layer {layer}, microbatch {microbatch}"
         assert len(maps) == calls, f"{where}: {len(maps)} router calls, expected {calls}"
         wanted = _maps(given, microbatch, layer, layout)
         rows = wanted.any(1)
-        for number, found in enumerate(maps, start=1):
-            tools.same_map(wanted[rows], found[rows], f"{where}, call {number}")
-            tools.same_map(maps[0], found, f"{where}, call {number} against the first")
-            assert (found.sum(1) == tools.TOPK).all(), f"{where}: a row without distinct experts"
+        padding = layout.rows < 0
+        holes = ~(rows | padding)
+        for number, (found, native) in enumerate(maps, start=1):
+            call = f"{where}, call {number}"
+            tools.same_map(wanted[rows], found[rows], call)
+            tools.same_map(maps[0][0], found, f"{call} against the first")
+            assert (found.sum(1) == tools.TOPK).all(), f"{call}: a row without distinct experts"
+            if own_holes:
+                tools.same_map(native[holes], found[holes], f"{call}: tokens without a route")
+                used = found[padding].sum(0)
+                spread = int(used.max() - used.min())
+                assert spread <= 1, f"{call}: padding goes to experts {used.tolist()} times"
+
+
+def _check_report(report: Any, seen: Any, given: list[Any], layout: Any) -> None:
+    """It counts each row once for each layer, and the first microbatch of each stage's overlap."""
+    padding = int((layout.rows < 0).sum()) * len(seen)
+    replayed = sum(int(_maps(given, m, layer, layout).any(1).sum()) for layer, m in seen)
+    found = (report.replayed, report.holes, report.padding)
+    expected = (replayed, len(layout.rows) * len(seen) - replayed - padding, padding)
+    assert found == expected, f"(replayed, holes, padding) is {found}, expected {expected}"
+    for (layer, microbatch), maps in seen.items():
+        if microbatch == 0:
+            wanted = _maps(given, 0, layer, layout)
+            share = float((wanted & maps[0][1]).sum() / wanted.sum())
+            shown = report.overlap[layer]
+            assert abs(share - shown) < 1e-6, f"layer {layer}: overlap {shown}, expected {share}"
 
 
 def _run(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any]:
-    """One schedule; (layer, microbatch) -> the routing maps of the router's calls.
+    """One schedule; (layer, microbatch) -> of each router call the map, and the native one.
 
     Whose a recompute is, is not asked of the product: its input is bitwise that of its forward.
     """
@@ -257,9 +287,11 @@ def _run(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any
         for router in tools.routers(chunk):
 
             def watch(router: Any, given: Any, output: Any, chunk: Any = chunk) -> None:
-                layer = router.layer_number
-                key = layer, given[0].detach().numpy().tobytes()
-                seen[layer, inputs.setdefault(key, current[chunk])].append(output[1].clone())
+                layer, hidden = router.layer_number, given[0].detach()
+                logits = torch.nn.functional.linear(hidden, router.weight.detach()).flatten(0, 1)
+                native = tools.as_map(tools.native_topk(logits, tools.TOPK)[1])
+                microbatch = inputs.setdefault((layer, hidden.numpy().tobytes()), current[chunk])
+                seen[layer, microbatch].append((output[1].clone(), native))
 
             hooks.append(router.register_forward_hook(watch))
 
