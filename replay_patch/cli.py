@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -212,6 +213,7 @@ def _matrix(args: argparse.Namespace) -> int:
     for what, path in (xml, markdown, ("JSON", args.json)):
         if path not in (None, "-"):
             _check_writable(what, path)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # how a CI says Ctrl-C
     releases = [v.strip() for given in args.megatron for v in given.split(",") if v.strip()]
     paths = (args.megatron_path, args.mindspeed_path)
     environments = planning.plan(releases, *paths, cache=args.cache, say=say)
