@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -217,6 +218,7 @@ def _matrix(args: argparse.Namespace) -> int:
     for what, path in (xml, markdown, ("JSON", args.json)):
         if path not in (None, "-"):
             _check_writable(what, path)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # how a CI says Ctrl-C
     for option in ("megatron", "megatron_path", "mindspeed_path"):
         for given in getattr(args, option):
             if not _listed(given):  # an unset variable of a CI: it does not mean the installed one

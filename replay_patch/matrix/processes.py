@@ -10,15 +10,16 @@ _PACKAGE_PARENT = Path(__file__).absolute().parents[2]
 
 
 def environ(folders: Sequence[str | os.PathLike[str]] = ()) -> dict[str, str]:
-    """The caller's variables, with the plugin on and `folders`, then this package, found first.
+    """The caller's variables, with the plugin on and `folders` found first.
 
-    `REPLAY_PATCH_SKIP` and other settings of the caller stay.
+    `REPLAY_PATCH_SKIP` and other settings of the caller stay. This package comes after the caller's
+    own path: what hides it from a job must hide it here, too.
     """
     path = [os.path.abspath(folder) for folder in folders]
-    if _PACKAGE_PARENT.name not in ("site-packages", "dist-packages"):  # on every path already
-        path.append(str(_PACKAGE_PARENT))
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path += [os.path.abspath(entry) for entry in inherited if entry]
+    if _PACKAGE_PARENT.name not in ("site-packages", "dist-packages"):  # on every path already
+        path.append(str(_PACKAGE_PARENT))
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
         "REPLAY_PATCH": "1",

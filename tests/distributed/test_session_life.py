@@ -130,6 +130,34 @@ def rounds_leave_nothing(rounds: int) -> None:
 
 
 @alone
+def test_a_backward_that_fails_leaves_the_others_their_recompute() -> None:
+    model = build(**FULL)
+    with replaying(model) as replay:
+        replay.load(model, whole_routes(1), layout())
+        first = logits_of(model, 1)
+        replay.load(model, whole_routes(2), layout())
+        second = logits_of(model, 2)
+        hook = model.embedding.word_embeddings.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            first.sum().backward()
+        hook.remove()
+        second.sum().backward()
+
+
+@alone
+def test_a_copy_of_a_router_is_in_no_session() -> None:
+    model = build(enable_routing_replay=True)
+    with replaying(model) as replay:
+        replay.load(model, whole_routes(), layout())
+        inside = sessions.routers_of([model])[1].router_replay
+        copied = copy.deepcopy(inside)
+        logits_of(model)
+
+    assert not isinstance(copied, SessionReplay)
+    copied.set_router_replay_action(RouterReplayAction.RECORD)
+
+
+@alone
 def test_schedules_leave_nothing() -> None:
     rounds_leave_nothing(20)
 

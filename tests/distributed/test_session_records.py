@@ -11,11 +11,11 @@ import pytest
 import torch
 from helpers import schedules, sessions
 from helpers.schedules import LAYERS, LENGTH, MICROBATCHES, WIDTH, Layout, Step
-from helpers.sessions import Batch
+from helpers.sessions import Batch, E, K
 from megatron.core import parallel_state
 from torch import Tensor
 
-from replay_patch import RouteError, Routes, gather, recording, replaying
+from replay_patch import RouteError, Routes, TokenLayout, gather, recording, replaying
 from replay_patch.matrix import tiny
 from replay_patch.matrix.ranks import launch
 
@@ -152,6 +152,33 @@ def test_a_router_that_gathers_its_rows_is_recorded_whole() -> None:
     options = {"moe_token_dispatcher_type": "alltoall_seq"}
 
     check(launch(recording_rank, 2, (Layout(tp=2), options)))
+
+
+def losses_rank(rank: int, world: int, init_file: str, dispatcher: str, lengths: Any) -> Tensor:
+    """The losses of replayed sequences, by token, with padding after them."""
+    where = Layout(tp=2)
+    tiny.init(world, rank, init_file, **where.sizes)
+    options = {"moe_token_dispatcher_type": dispatcher}
+    [model] = schedules.build(where, **sessions.OPTIONS | options)
+    layout = TokenLayout.padded(lengths, LENGTH, tp_size=2, tp_rank=rank, sequence_parallel=True)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(len(lengths), LENGTH, LAYERS, E, generator=generator).argsort(3)[..., :K]
+    routes = [Routes(one[:length], E) for one, length in zip(ids, lengths, strict=True)]
+    tokens = torch.randint(0, tiny.VOCAB_SIZE, (len(lengths), LENGTH), generator=generator)
+    with torch.no_grad(), replaying(model) as replay:
+        more = replay.load(model, routes, layout)
+        losses = model(tokens, sessions.positions(), None, labels=tokens, **more)
+    return layout.restore(losses)
+
+
+@GATHERING
+@pytest.mark.parametrize("lengths", [(LENGTH, LENGTH), (LENGTH, 3)])
+def test_padding_of_a_router_that_gathers_its_rows_is_alike_on_all_ranks(lengths: Any) -> None:
+    expected = launch(losses_rank, 2, ("alltoall", lengths))
+    found = launch(losses_rank, 2, ("alltoall_seq", lengths))
+
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def eval_rank(

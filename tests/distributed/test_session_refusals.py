@@ -70,10 +70,7 @@ def test_routes_that_do_not_fit_are_refused_at_the_load() -> None:
     ids = good[0].expert_ids
     bad = {
         r"routes of 1 sequences: the layout has 2": good[:1],
-        r"trajectory 0 .* 5 rows: expected to end after 8": [
-            Routes(ids[:5], 8),
-            good[1],
-        ],
+        r"trajectory 0 .* 5 rows: expected to end after 8": [Routes(ids[:5], 8), good[1]],
         r"trajectory 0 .* 16 experts, top-k 3: the model has 8": [Routes(ids, 16)] * 2,
         r"top-k 2: the model has 8 experts, top-k 3": [Routes(ids[..., :2], 8)] * 2,
         r"3 layers of routes": [Routes(ids[:, :3], 8)] * 2,
@@ -94,14 +91,34 @@ def test_routes_that_do_not_fit_are_refused_at_the_load() -> None:
 
 
 @alone
-def test_another_number_of_rows_than_the_layouts_is_refused() -> None:
+def test_a_layout_of_another_shape_is_refused_also_with_as_many_rows() -> None:
     model = build()
+    for wrong, shape in (
+        (TokenLayout.padded([8, 8], 16), "16 x 2"),
+        (TokenLayout.packed([8, 8]), "16 x 1"),
+        (TokenLayout.padded([2] * 8, 2), "2 x 8"),
+    ):
 
-    def work(record: Any) -> None:
-        record.load(model, TokenLayout.padded([8, 8], 16))
+        def work(record: Any, wrong: TokenLayout = wrong) -> None:
+            record.load(model, wrong)
+            logits_of(model)
+
+        found = r"layer 1: hidden states of 8 positions x 2 sequences; expected "
+        refused(found + shape, model, work)
+
+
+@alone
+def test_what_is_no_model_and_no_routes_is_refused() -> None:
+    model = build()
+    for wrong in (None, torch.nn.Sequential(model), (chunk for chunk in [model])):
+        with pytest.raises(RouteError, match=r"the model is a .* without a config"):
+            replaying(wrong)
+    with replaying(torch.nn.ModuleList([model])) as replay:
+        for lost in (None, 5):
+            with pytest.raises(RouteError, match=rf"routes is {lost}: expected a list of Routes"):
+                replay.load(model, lost, layout())
+        replay.load(model, whole_routes(), layout())
         logits_of(model)
-
-    refused(r"layer 1: 16 router rows; expected 32", model, work)
 
 
 @alone

@@ -85,6 +85,7 @@ def during(
             text=True,
         )
         try:
+            assert processes(mark) != []  # or it could not be seen, either, if it stayed
             act(process)
             shown = process.communicate(timeout=300)
         finally:
@@ -98,13 +99,15 @@ def during(
     return Done(process.returncode, *shown, data.get("cells", []), data.get("drift", []))
 
 
-def interrupt_after(text: str) -> Callable[["subprocess.Popen[str]"], None]:
-    """For `during`: wait for a line that holds `text` on stderr, then do as Ctrl-C does."""
+def interrupt_after(
+    text: str, number: signal.Signals = signal.SIGINT
+) -> Callable[["subprocess.Popen[str]"], None]:
+    """For `during`: wait for a line that holds `text` on stderr, then send a signal."""
 
     def act(process: "subprocess.Popen[str]") -> None:
         assert process.stderr is not None
         assert any(text in line for line in process.stderr), "it has ended"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
 
     return act
 

@@ -126,7 +126,10 @@ def test_a_timeout_shorter_than_the_start_of_a_process() -> None:
 # --- the run ----------------------------------------------------------------------------------
 
 
-def test_ctrl_c_reports_what_is_finished_and_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_reports_what_is_finished_and_leaves_nothing_behind(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """The first check is red, which is said at once; the second one hangs; the third one and the
     second environment never start."""
     hanging = {"transformer/moe/router.py": SLEEPS}
@@ -136,7 +139,7 @@ def test_ctrl_c_reports_what_is_finished_and_leaves_nothing_behind(tmp_path: Pat
 
     started = time.monotonic()
     done = matrices.during(
-        matrices.interrupt_after("layer-map fail"),
+        matrices.interrupt_after("layer-map fail", number),
         *(*paths, "--only", ",".join(checks), "--jobs", "1"),
         REPLAY_PATCH_SKIP="layer_helpers",
     )
