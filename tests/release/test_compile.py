@@ -11,6 +11,8 @@ import megatron.core.transformer.moe.router as router_module
 import pytest
 from helpers import fresh
 
+pytestmark = pytest.mark.mechanism
+
 PREPARE = """
 import contextlib, json
 from replay_patch.matrix import cpu, tiny

@@ -1,4 +1,4 @@
-"""`replay-patch demo`: a small job on every release, the command itself on the newest."""
+"""`replay-patch demo`: a small job on a release of each seam, the command itself on the newest."""
 
 import importlib.util
 import json
@@ -15,6 +15,8 @@ from replay_patch.demo import MEASURES, format_demo, run_demo
 from replay_patch.demo_rollout import SIZES
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.environments import NEWEST
+
+pytestmark = pytest.mark.mechanism
 
 MEGATRON = Path(megatron.core.__file__).parents[2]
 MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

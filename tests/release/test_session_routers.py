@@ -116,6 +116,7 @@ print(json.dumps([right, frames]))
 """
 
 
+@pytest.mark.mechanism
 def test_a_compiled_router_is_not_compiled_again_for_each_session() -> None:
     helpers = Path(__file__).parents[1]
 

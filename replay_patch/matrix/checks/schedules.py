@@ -7,7 +7,7 @@ from typing import Any
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.registry import REPLAY, check
 
-LAYERS, MICROBATCHES = 4, 4
+LAYERS, MICROBATCHES = 2, 4
 LENGTHS = (tools.SEQUENCE, tools.SEQUENCE - 3)  # tokens of the sequences of every microbatch
 
 
@@ -85,7 +85,7 @@ def vpp() -> None:
     from replay_patch.matrix import tiny
 
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    _on_ranks(**sizes, **tiny.VPP_P2P)
+    _on_ranks(num_layers=4, **sizes, **tiny.VPP_P2P)
 
 
 @check("ep", patches=REPLAY, ranks=2)
@@ -106,9 +106,10 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
     import replay_patch
     from replay_patch.matrix import tiny
 
+    options = {"num_layers": LAYERS} | options
     groups = {k: v for k, v in options.items() if k.endswith("parallel_size")}
     tiny.init(world, rank, init_file, **groups)
-    config = tools.config(num_layers=LAYERS, replay=False, **options)
+    config = tools.config(replay=False, **options)
     chunks = tiny.model_chunks(config)
     layout = _layout(config)
 
@@ -116,7 +117,7 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
         native = _run(chunks, lambda chunk, _: record.load(chunk, layout), train=False)
     recorded = record.routes()
     assert [routes.num_tokens for routes in recorded] == [*LENGTHS] * MICROBATCHES
-    layers = tuple(range(1, LAYERS + 1))
+    layers = tuple(range(1, options["num_layers"] + 1))
     assert all(routes.layers == layers for routes in recorded), recorded[0].layers
     for (layer, microbatch), maps in native.items():
         wanted = _maps(recorded, microbatch, layer, layout)
@@ -130,7 +131,7 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     for recompute in ({}, full | {"recompute_num_layers": 1}):
         tiny.clear_aux_tracker()
-        config = tools.config(num_layers=LAYERS, replay=False, **options, **recompute)
+        config = tools.config(replay=False, **options, **recompute)
         chunks = tiny.model_chunks(config)
         with replay_patch.replaying(chunks) as replay:
 
@@ -152,7 +153,7 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
         for name, gradient in without.items():
             tools.same_bits(gradient, with_recompute[name], f"rank {rank}, gradient of {name}")
     tiny.clear_aux_tracker()
-    chunks = tiny.model_chunks(tools.config(num_layers=LAYERS, **options))
+    chunks = tiny.model_chunks(tools.config(**options))
     seen = _run(chunks, lambda chunk, m: _set_targets(chunk, given, m, layout), train=True)
     _check_maps(seen, given, layout, calls=1, own_holes=False)
 
