@@ -17,6 +17,7 @@ def stage(layers: int, experts: int, topk: int) -> Any:
         num_layers=layers,
         expert_model_parallel_size=1,
         moe_token_dispatcher_type="alltoall",
+        sequence_parallel=False,
     )
     numbers = tuple(range(1, layers + 1))
     return SimpleNamespace(config=config, layers=numbers, device=torch.device("cpu"))
