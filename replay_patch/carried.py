@@ -182,22 +182,20 @@ def accepts(chunk: Any) -> bool:
     return states.get("padding_mask") == ACTIVE and bool(_gpt_models(chunk))
 
 
-def warn_of_padding(chunk: Any, mask: Any) -> None:
-    """Say once that padding counts in a model that takes no mask, if anything counts there.
+def warn_of_padding(chunk: Any, mask: Any, why: str) -> None:
+    """Say once that padding counts in a model, if anything counts there.
 
     Args:
         mask: bool [B, S], on the host.
+        why: its routers get no mask.
     """
     config = chunk.config
     aux = config.moe_aux_loss_coeff
     counts = [config.moe_z_loss_coeff, config.moe_router_enable_expert_bias]
     counts += aux if isinstance(aux, (list, tuple)) else [aux]
     if chunk.training and any(counts) and bool(mask.any()):
-        warn_once(
-            "%s takes no padding_mask: padding counts in its router losses and expert bias "
-            "(`replay-patch doctor` says whether the patch padding_mask is in place)",
-            type(chunk).__name__,
-        )
+        name = type(chunk).__name__
+        warn_once("%s %s: padding counts in its router losses and expert bias", name, why)
 
 
 def _gpt_models(chunk: Any) -> list[Any]:

@@ -123,8 +123,12 @@ class Session:
             if stage.holds_mask:
                 carried.hold(stage.chunk, layout.padding_mask)
             else:
-                carried.warn_of_padding(stage.chunk, layout.padding_mask)
+                why = "takes no padding_mask (is the patch padding_mask in place?)"
+                carried.warn_of_padding(stage.chunk, layout.padding_mask, why)
             return {}
+        if getattr(stage.config, "overlap_moe_expert_parallel_comm", False):  # from 0.16 on
+            why = "loses padding_mask in Megatron's combined 1F1B"
+            carried.warn_of_padding(stage.chunk, layout.padding_mask, why)
         where = stage.chunk, stage.config, stage.device
         return {"padding_mask": position.mask_of_stage(*where, layout)}
 
