@@ -212,7 +212,7 @@ def test_a_layout_that_does_not_fit_the_batch_is_refused_at_the_forward() -> Non
             record.load(model, TokenLayout.padded([LENGTH] * B, TOTAL - 1))
             loss_of(model, TOTAL)
 
-    with pytest.raises(RouteError, match="hidden states of 8 positions x 3 sequences; expected 7 x 3"):
+    with pytest.raises(RouteError, match="8 positions x 3 sequences; expected 7 x 3"):
         forward()
 
 
