@@ -83,6 +83,8 @@ def during(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A job in the background ignores Ctrl-C, and what it starts inherits that.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
             assert processes(mark) != []  # or it could not be seen, either, if it stayed

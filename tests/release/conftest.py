@@ -18,8 +18,8 @@ from replay_patch.matrix.environments import NEWEST
 
 __all__ = ["pytest_report_header"]
 
-# The oldest release, the first one of each other seam (`router_topk`, Megatron's own), the newest.
-SEAMS = ("0.12.0", "0.14.0", "0.16.1", NEWEST)
+# The oldest release (ours is the seam), the first minor with a seam of its own, the newest.
+SEAMS = ("0.12.0", "0.16.1", NEWEST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

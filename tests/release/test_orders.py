@@ -7,7 +7,7 @@ import megatron.core
 import pytest
 from helpers import fresh, orders
 
-from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES
+from replay_patch.matrix.environments import TESTED_RELEASES
 
 
 def test_orders_leave_out_only_the_impossible() -> None:
@@ -22,8 +22,8 @@ def test_orders_leave_out_only_the_impossible() -> None:
 
 
 @pytest.mark.skipif(
-    megatron.core.__version__ not in (TESTED_RELEASES[0], NEWEST),
-    reason="takes minutes: on the oldest and the newest release only",
+    megatron.core.__version__ != TESTED_RELEASES[0],
+    reason="takes minutes: on the oldest release only",
 )
 def test_every_order_works_and_gives_the_originals_back() -> None:
     done = fresh.python(str(Path(orders.__file__)))
