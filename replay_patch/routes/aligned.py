@@ -3,7 +3,6 @@
 R router rows, L layers, K top-k, E experts.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,25 +100,6 @@ def aligned(
 def _places(kind: Tensor) -> Tensor:
     # By numpy: where somebody watches a schedule for operations that wait, this is none.
     return torch.from_numpy(np.flatnonzero(kind.numpy()))
-
-
-def layer_places(
-    routes: Routes,
-    layer_numbers: Sequence[int],
-    moe_layers: Sequence[int] | None,
-    num_layers: int | None,
-) -> list[int]:
-    """Where these layers are on the layer axis, as `Routes.for_layers` finds them, without a copy.
-
-    Raises:
-        RouteError: as there.
-    """
-    numbered = copy.copy(routes)  # a token whose ids are places says where they end up
-    vars(numbered).update(expert_ids=torch.arange(routes.num_layers).view(1, -1, 1))
-    found: list[int] = (
-        numbered.for_layers(layer_numbers, moe_layers, num_layers).expert_ids[0, :, 0].tolist()
-    )
-    return found
 
 
 def common_layers(routes: Sequence[Routes]) -> list[list[int]]:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.aligned import AlignedRoutes, aligned, common_layers, layer_places
+from replay_patch.routes.aligned import AlignedRoutes, aligned, common_layers
 from replay_patch.routes.checking import integer
 from replay_patch.routes.fields import chosen_indices
 from replay_patch.routes.layout import TokenLayout
@@ -180,7 +180,7 @@ class RouteBatch(Sequence[Routes]):
             asked = tuple(layer_numbers)
             model = None if moe_layers is None else tuple(moe_layers)
             places = [
-                _named(place, layer_places, routes, asked, model, num_layers)
+                _named(place, routes.layer_places, asked, model, num_layers)
                 for place, routes in enumerate(self._routes)
             ]
         return aligned(

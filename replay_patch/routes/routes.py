@@ -113,13 +113,28 @@ class Routes(Parts):
                 captured.
         """
         asked = checking.layer_numbers("layer_numbers", layer_numbers)
+        places = self.layer_places(asked, moe_layers, num_layers)
+        if places == list(range(self.num_layers)) and not self.empty_layers:
+            return self if self.layers == asked else self._with(layers=asked)
+        selected = self.expert_ids.index_select(1, torch.tensor(places, dtype=torch.int64))
+        return self._with(expert_ids=selected, layers=asked, empty_layers=())
+
+    def layer_places(
+        self,
+        layer_numbers: Iterable[int],
+        moe_layers: Iterable[int] | None = None,
+        num_layers: int | None = None,
+    ) -> list[int]:
+        """Where these layers are on the layer axis.
+
+        Args, Raises: as `for_layers`.
+        """
+        asked = checking.layer_numbers("layer_numbers", layer_numbers)
         model = None if moe_layers is None else checking.layer_numbers("moe_layers", moe_layers)
         strange = sorted(set(asked) - set(model)) if model is not None else []
         if model is not None and strange:
             raise RouteError(f"layers {strange} are no MoE layers: this model has {list(model)}")
         axis = axis_numbers(self.layers, self.num_layers, asked, model, num_layers)
-        if asked == axis and not self.empty_layers:
-            return self if self.layers == axis else self._with(layers=axis)
         places = {number: place for place, number in enumerate(axis)}
         lacking = [number for number in asked if number not in places]
         if lacking:
@@ -134,8 +149,7 @@ class Routes(Parts):
                 f"layers {empty} hold zeros or -1 only: expected routes, as these are MoE layers; "
                 "they were not captured, or the axis means something else"
             )
-        selected = self.expert_ids.index_select(1, torch.tensor(index, dtype=torch.int64))
-        return self._with(expert_ids=selected, layers=asked, empty_layers=())
+        return index
 
     def append(
         self,
