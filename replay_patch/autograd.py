@@ -146,7 +146,6 @@ class Tracker:
                 "load() of one microbatch before each forward of a chunk",
                 replay,
             )
-        self._backwards.clear()  # one that failed has not said that it is over
         if place in entry.seen:
             refuse(
                 f"a second forward of this router for microbatch {entry.number}",
