@@ -14,7 +14,7 @@ import bisect
 import threading
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import Variable
@@ -33,26 +33,18 @@ KNOWS = None not in (_graph_task, _current_node, _next_number)
 _ANCHOR = "replay_patch"
 
 
-class Entry:
-    """One microbatch loaded for one chunk.
+class Span:
+    """The sequence numbers of one forward's nodes.
 
     Attributes:
-        number: of the load, from 0, for messages.
-        data: what was loaded; None once the session is over.
-        keep: a recompute may follow.
-        start, end: the sequence numbers of its forward, once opened and once closed.
-        seen: places of the routers that have had their first forward.
-        chunk: weak.
+        start, end: once opened and once closed.
     """
 
-    __slots__ = ("__weakref__", "chunk", "data", "end", "keep", "number", "seen", "start")
+    __slots__ = ("end", "start")
 
-    def __init__(self, number: int, data: Any, chunk: Any) -> None:
-        self.number, self.data, self.chunk = number, data, weakref.ref(chunk)
-        self.keep = torch.is_grad_enabled()
+    def __init__(self) -> None:
         self.start: int | None = None
         self.end: int | None = None
-        self.seen: set[int] = set()
 
     def holds(self, number: int) -> bool:
         """Whether a node with this sequence number belongs to the forward."""
@@ -61,6 +53,26 @@ class Entry:
             and self.start <= number
             and (self.end is None or number < self.end)
         )
+
+
+class Entry(Span):
+    """One microbatch loaded for one chunk, and its forward.
+
+    Attributes:
+        number: of the load, from 0, for messages.
+        data: what was loaded; None once the session is over.
+        keep: a recompute may follow.
+        seen: places of the routers that have had their first forward.
+        chunk: weak.
+    """
+
+    __slots__ = ("__weakref__", "chunk", "data", "keep", "number", "seen")
+
+    def __init__(self, number: int, data: Any, chunk: Any) -> None:
+        super().__init__()
+        self.number, self.data, self.chunk = number, data, weakref.ref(chunk)
+        self.keep = torch.is_grad_enabled()
+        self.seen: set[int] = set()
 
 
 class _Nothing:
@@ -84,11 +96,7 @@ class Tracker:
 
     def __init__(self, chunk: Any, recompute: bool) -> None:
         if recompute and not KNOWS:
-            refuse(
-                f"recompute is configured, and torch {torch.__version__} does not say which "
-                "forward a recompute belongs to",
-                "torch 2.1 or later, or no recompute",
-            )
+            refuse_torch("recompute is configured")
         hooks = chunk._forward_pre_hooks.values()
         trackers = [getattr(hook, "__self__", None) for hook in hooks]
         if any(isinstance(t, Tracker) and t._chunk() is chunk for t in trackers):
@@ -227,12 +235,24 @@ class Tracker:
             and self._recompute
             and any(p.requires_grad for p in chunk.parameters())
         ):
-            refuse(
-                f"recompute is configured, and the output of microbatch {entry.number} "
-                f"({type(output).__name__}) has no tensor with a gradient that would tell its "
-                "recompute from others",
-                "a tensor, or a mapping, list, tuple or dataclass with tensors",
-            )
+            refuse_output(f"of microbatch {entry.number} ({type(output).__name__})")
+
+
+def refuse_torch(what: str) -> NoReturn:
+    """Raise RouteError: this torch cannot tell a recompute, and `what` needs it to."""
+    refuse(
+        f"{what}, and torch {torch.__version__} does not say which forward a recompute belongs to",
+        "torch 2.1 or later, or no recompute",
+    )
+
+
+def refuse_output(which: str) -> NoReturn:
+    """Raise RouteError: recompute is configured, and nothing in an output can be followed."""
+    refuse(
+        f"recompute is configured, and the output {which} has no tensor with a gradient that would "
+        "tell its recompute from others",
+        "a tensor, or a mapping, list, tuple or dataclass with tensors",
+    )
 
 
 def in_backward() -> bool:

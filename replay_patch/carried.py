@@ -9,7 +9,6 @@ recompute finds the call of its forward. A call lives in its output's graph and 
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,16 +43,12 @@ class Call:
         self.padding, self.task = padding, autograd.graph_task()
 
 
-@dataclass
-class _Range:
-    """The sequence numbers of the nodes of a call with a mask."""
+class _Range(autograd.Span):
+    """That of a call with a mask, which begins now."""
 
-    start: int
-    call: "weakref.ref[Call]"
-    end: int | None = None
-
-    def holds(self, number: int) -> bool:
-        return self.start <= number and (self.end is None or number < self.end)
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.start, self.call = autograd.next_number(), weakref.ref(call)
 
 
 class Carrier:
@@ -97,25 +92,16 @@ class Carrier:
             if opened is not None:
                 opened.end = autograd.next_number()
         if opened is not None and not autograd.anchor(now, output) and recompute:
-            refuse(
-                f"recompute is configured, and the output ({type(output).__name__}) of a call with "
-                "a padding mask has no tensor with a gradient that would tell its recompute from "
-                "others",
-                "a tensor, or a mapping, list, tuple or dataclass with tensors",
-            )
+            autograd.refuse_output(f"({type(output).__name__}) of a call with a padding mask")
         return output
 
     def _open(self, now: Call, recompute: bool) -> _Range | None:
         if not autograd.KNOWS:
             if recompute:
-                refuse(
-                    f"recompute with a padding mask, and torch {torch.__version__} does not say "
-                    "which forward a recompute belongs to",
-                    "torch 2.1 or later, or no recompute",
-                )
+                autograd.refuse_torch("recompute with a padding mask")
             return None
         done = [r for r in self._ranges[:-_REMEMBERED] if r.call() is not None]
-        opened = _Range(autograd.next_number(), weakref.ref(now))
+        opened = _Range(now)
         self._ranges = [*done, *self._ranges[-_REMEMBERED:], opened]
         return opened
 
