@@ -151,21 +151,27 @@ def known(model: Any) -> bool:
 # --- masks of sessions --------------------------------------------------------------------------
 
 
-def hold(chunk: Any, mask: Any) -> None:
-    """Keep a mask for the next call of the model in `chunk`, which is given none itself.
+def hold(models: list[Any], mask: Any) -> None:
+    """Keep a mask for the next call of these models, which are given none themselves.
 
     Args:
-        mask: bool [B, S], as the model takes it; None: forget the last one.
+        mask: bool [B, S], as the models take it; None: forget the last one.
     """
-    for model in _gpt_models(chunk):
+    for model in models:
         if mask is not None or known(model):
             carrier_of(model).held = mask
 
 
-def accepts(chunk: Any) -> bool:
-    """Whether there is a model in `chunk` that takes a mask, by our patch."""
+def takers(chunk: Any) -> list[Any]:
+    """The models in `chunk` that take a mask, by our patch."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     states = {patch.name: patch.state for patch in activation.status().patches}
-    return states.get("padding_mask") == ACTIVE and bool(_gpt_models(chunk))
+    if states.get("padding_mask") != ACTIVE:
+        return []
+    if isinstance(chunk, GPTModel):
+        return [chunk]
+    return [module for module in chunk.modules() if isinstance(module, GPTModel)]
 
 
 def warn_of_padding(chunk: Any, mask: Any, why: str) -> None:
@@ -182,11 +188,3 @@ def warn_of_padding(chunk: Any, mask: Any, why: str) -> None:
     if chunk.training and any(counts) and bool(mask.any()):
         name = type(chunk).__name__
         warn_once("%s %s: padding counts in its router losses and expert bias", name, why)
-
-
-def _gpt_models(chunk: Any) -> list[Any]:
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    if isinstance(chunk, GPTModel):
-        return [chunk]
-    return [module for module in chunk.modules() if isinstance(module, GPTModel)]

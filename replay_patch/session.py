@@ -26,7 +26,7 @@ class Stage:
     Attributes:
         layers: the numbers of its MoE layers.
         takes_mask: whether its forward takes `padding_mask`.
-        holds_mask: whether the session keeps it for the forward instead (before 0.16).
+        mask_takers: models in it for which the session keeps it instead (before 0.16).
         seen: for each load, the places of the routers that have used it.
     """
 
@@ -37,7 +37,7 @@ class Stage:
     routers: tuple[Any, ...]
     tracker: autograd.Tracker
     takes_mask: bool
-    holds_mask: bool
+    mask_takers: list[Any]
     seen: list[set[int]] = field(default_factory=list)
 
 
@@ -120,8 +120,8 @@ class Session:
         entry = stage.tracker.load(microbatch)
         stage.seen.append(entry.seen)
         if not stage.takes_mask:
-            if stage.holds_mask:
-                carried.hold(stage.chunk, layout.padding_mask)
+            if stage.mask_takers:
+                carried.hold(stage.mask_takers, layout.padding_mask)
             else:
                 why = "takes no padding_mask (is the patch padding_mask in place?)"
                 carried.warn_of_padding(stage.chunk, layout.padding_mask, why)
@@ -164,7 +164,7 @@ class Session:
             tuple(found.values()),
             tracker,
             takes_mask,
-            not takes_mask and carried.accepts(chunk),
+            [] if takes_mask else carried.takers(chunk),
         )
         for place, router in enumerate(stage.routers):
             router.router_replay = SessionReplay(router, place, tracker, self.report)
@@ -220,8 +220,7 @@ class Session:
                 if bound.original is not None:
                     bound.original.in_session = False
             stage.tracker.close()
-            if stage.holds_mask:
-                carried.hold(stage.chunk, None)
+            carried.hold(stage.mask_takers, None)
         self._stages, self._chunks = [], []
         self._drop()
         self._state = "over"

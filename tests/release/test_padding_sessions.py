@@ -180,7 +180,7 @@ def test_a_model_that_takes_no_mask_is_told_once(
     """No GPTModel in it, or the patch is not in place: not silently."""
     none = {"moe_z_loss_coeff": None, "moe_router_enable_expert_bias": False} | loss("none", 0.0)
     model = Around(make_model(**({} if losses else none)))
-    monkeypatch.setattr(carried, "accepts", lambda chunk: False)
+    monkeypatch.setattr(carried, "takers", lambda chunk: [])
 
     for _ in range(2):
         with recording(model) as record:
