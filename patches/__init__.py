@@ -43,3 +43,6 @@ PATCHES = (
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)
 """Using replay is refused unless each of these is in place, or not needed."""
+
+MEGATRON_MODULES = tuple(dict.fromkeys(patch.modules[-1] for patch in PATCHES))
+"""Importing these lets every patch decide: the last module of each exists in every release."""

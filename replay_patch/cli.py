@@ -236,25 +236,21 @@ def _matrix(args: argparse.Namespace) -> int:
     return 130 if matrix.interrupted else 0 if matrix.green else 1
 
 
-def _examine() -> dict[str, Any]:
-    from replay_patch import doctor
-
-    with contextlib.redirect_stdout(sys.stderr):  # Megatron prints while it is imported
-        return doctor.examine()
-
-
 def _doctor(args: argparse.Namespace) -> int:
     from replay_patch import doctor
 
-    report = _examine()
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron prints while it is imported
+        report = doctor.examine()
     _report(args, report, doctor.format_report(report))
     return 1 if report["enabled"] and not report["active"] else 0
 
 
 def _patches(args: argparse.Namespace) -> int:
+    from replay_patch import doctor
     from replay_patch.patches import PATCHES
 
-    states = {p["name"]: p["state"] for p in _examine()["patches"]}
+    with contextlib.redirect_stdout(sys.stderr):
+        states = {p["name"]: p["state"] for p in doctor.examine_patches()}
     rows = [
         {"name": p.name, "targets": list(p.targets), "why": p.why, "state": states[p.name]}
         for p in PATCHES

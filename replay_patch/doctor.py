@@ -13,7 +13,7 @@ from typing import Any
 
 from replay_patch import __version__, activation
 from replay_patch.matrix import drift
-from replay_patch.patches import PATCHES
+from replay_patch.patches import MEGATRON_MODULES, PATCHES
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MEANING = {
@@ -36,15 +36,9 @@ def examine() -> dict[str, Any]:
         Megatron differs from the tested releases (see `matrix.drift.compare`), which by itself is
         no problem, and `drift_problem`, what could not be compared, or None.
     """
+    errors = _import_all()
     status = activation.status()
-    errors: list[str | None] = []
-    if status.enabled:
-        errors = [_import(name) for name in ("torch", *_MEGATRON)]
-        status = activation.status()
-    states = {p.name: p for p in status.patches}
-    problems = [*_installation_problems(status.trigger), *status.problems]
-    if status.enabled:
-        problems += dict.fromkeys(e for e in errors if e is not None)
+    problems = [*_installation_problems(status.trigger), *status.problems, *errors]
     versions = {name: _version(name) for name in _PACKAGES}
     moved: dict[str, Any] = {"drift": [], "problem": None}
     if status.enabled and versions["megatron.core"] is not None:
@@ -55,19 +49,30 @@ def examine() -> dict[str, Any]:
         "trigger": status.trigger,
         "versions": versions,
         "settings": status.to_dict()["settings"],
-        "patches": [
-            {
-                "name": patch.name,
-                "state": states[patch.name].state if patch.name in states else "off",
-                "reason": states[patch.name].reason if patch.name in states else "",
-                "targets": list(patch.targets),
-            }
-            for patch in PATCHES
-        ],
+        "patches": _rows(status),
         "problems": problems if status.enabled else [],
         "drift": moved["drift"],
         "drift_problem": moved["problem"],
     }
+
+
+def examine_patches() -> list[dict[str, Any]]:
+    """The `patches` of `examine`, without looking at anything else."""
+    _import_all()
+    return _rows(activation.status())
+
+
+def _rows(status: activation.Status) -> list[dict[str, Any]]:
+    states = {p.name: p for p in status.patches}
+    return [
+        {
+            "name": patch.name,
+            "state": states[patch.name].state if patch.name in states else "off",
+            "reason": states[patch.name].reason if patch.name in states else "",
+            "targets": list(patch.targets),
+        }
+        for patch in PATCHES
+    ]
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -105,8 +110,6 @@ def format_report(report: dict[str, Any]) -> str:
 
 # --- what is installed ------------------------------------------------------------------------
 
-# The last module of each patch exists in every release.
-_MEGATRON = tuple(dict.fromkeys(patch.modules[-1] for patch in PATCHES))
 _PACKAGES = {  # import name -> distribution
     "replay_patch": "replay-patch",
     "torch": "torch",
@@ -133,6 +136,14 @@ def _version(name: str) -> dict[str, str] | None:
             version = "unknown"
     origin = spec.origin or next(iter(spec.submodule_search_locations or []), "?")
     return {"version": str(version), "path": str(Path(origin).parent)}
+
+
+def _import_all() -> list[str]:
+    """Import what a job would, if the plugin is asked for; what is wrong with that, in words."""
+    if not activation.status().enabled:
+        return []
+    errors = [_import(name) for name in ("torch", *MEGATRON_MODULES)]
+    return list(dict.fromkeys(error for error in errors if error is not None))
 
 
 def _import(name: str) -> str | None:

@@ -76,20 +76,20 @@ def _import(mindspeed: bool) -> dict[str, Any]:
 
     cpu.install()
     import replay_patch
-    from replay_patch.patches import PATCHES
+    from replay_patch.patches import MEGATRON_MODULES
 
     replay_patch.activate()
     version = None
     if mindspeed:
-        # It must come before Megatron: see the facts on its activation.
+        # Before Megatron, whose modules bind what it replaces.
         importlib.import_module("mindspeed.megatron_adaptor")
         package = sys.modules["mindspeed"]
         version = str(getattr(package, "__version__", "unknown"))
     import megatron.core
     from megatron.core.package_info import __version__
 
-    for patch in PATCHES:
-        importlib.import_module(patch.modules[-1])  # the last one exists in every release
+    for module in MEGATRON_MODULES:
+        importlib.import_module(module)
     importlib.import_module("megatron.core.models.gpt")
     cpu.patch_megatron()
     folder = Path(str(megatron.core.__file__)).parents[2]

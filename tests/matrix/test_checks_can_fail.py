@@ -19,9 +19,9 @@ def needed(release: str) -> frozenset[str]:
     """The patches that are active on this release, and not just there."""
     code = """
         import importlib, json, replay_patch
-        from replay_patch.patches import PATCHES
-        for patch in PATCHES:
-            importlib.import_module(patch.modules[-1])
+        from replay_patch.patches import MEGATRON_MODULES
+        for module in MEGATRON_MODULES:
+            importlib.import_module(module)
         print(json.dumps({patch.name: patch.state for patch in replay_patch.status().patches}))
     """
     states = fresh.run(code, bed=True, path=matrices.release(release), REPLAY_PATCH="1")
