@@ -7,6 +7,7 @@ from typing import Any
 
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
+from replay_patch.rebinding import Instead
 
 _MODULE = "megatron.core.transformer.transformer_block"
 _BLOCK = f"{_MODULE}:TransformerBlock"
@@ -50,23 +51,12 @@ def _apply(transaction: Transaction) -> None:
     transaction.wrap(Probe().find(_BLOCK), _RECOMPUTE, _masked)
 
 
-class _WithMask:
-    """A block whose layers have its mask where they are called with none."""
+class _Layer(Instead):
+    """A layer that has the block's mask where it is called with none."""
 
-    def __init__(self, block: Any, mask: Any) -> None:
-        self.__dict__.update(_block=block, _mask=mask)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._block, name)
-
-    def _get_layer(self, number: int) -> Any:
-        return _Layer(self._block._get_layer(number), self._mask)
-
-
-class _Layer(_WithMask):
     def __call__(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
-        mask = self._mask if padding_mask is None else padding_mask
-        return self._block(*args, padding_mask=mask, **kwargs)
+        mask = self.mask if padding_mask is None else padding_mask
+        return self._original(*args, padding_mask=mask, **kwargs)
 
 
 def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +64,10 @@ def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _checkpointed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = signature.bind_partial(self, *args, **kwargs).arguments.get("padding_mask")
-        return original(self if mask is None else _WithMask(self, mask), *args, **kwargs)
+        if mask is None:
+            return original(self, *args, **kwargs)
+        masked = Instead(self, _get_layer=lambda number: _Layer(self._get_layer(number), mask=mask))
+        return original(masked, *args, **kwargs)
 
     return _checkpointed_forward
 

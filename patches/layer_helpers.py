@@ -8,7 +8,7 @@ from typing import Any
 
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
-from replay_patch.rebinding import with_globals
+from replay_patch.rebinding import Instead, with_globals
 
 _LAYER = "megatron.core.transformer.transformer_layer"
 _BLOCK = "megatron.core.transformer.transformer_block"
@@ -95,7 +95,7 @@ def _for_any_stage(original: Callable[..., int], overlaps: bool = False) -> Call
             return answer + _left_out(config, by_config) if overlaps else answer
         stage = _Stage(config, vp_stage, pp_rank)
         there: Callable[..., int] = with_globals(original, {"parallel_state": stage})
-        answer = there(_ConfigThere(config, stage), *args, **known)
+        answer = there(_config_there(config, stage), *args, **known)
         return answer + _left_out(config, by_config, stage) if overlaps else answer
 
     new = [
@@ -186,17 +186,12 @@ class _Stage:
         return int(stage)
 
 
-class _ConfigThere:
+def _config_there(config: Any, stage: _Stage) -> Any:
     """The config, with a pipeline layout that answers for the stage, too."""
-
-    def __init__(self, config: Any, stage: _Stage) -> None:
-        self._config, self._stage = config, stage
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._config, name)
-        if name == "pipeline_model_parallel_layout" and value:
-            return _LayoutThere(value, self._stage)
-        return value
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if not layout:
+        return config
+    return Instead(config, pipeline_model_parallel_layout=_LayoutThere(layout, stage))
 
 
 class _LayoutThere:

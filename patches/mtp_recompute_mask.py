@@ -7,6 +7,7 @@ from typing import Any
 
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
+from replay_patch.rebinding import Instead
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _LAYER = f"{_MODULE}:MultiTokenPredictionLayer"
@@ -33,28 +34,16 @@ def _apply(transaction: Transaction) -> None:
     transaction.wrap(Probe().find(_LAYER), _RECOMPUTE, _masked)
 
 
-class _WithMask:
-    """An MTP layer whose inner forward has a mask.
-
-    In its place in the checkpoint's closure, which the recompute calls again: nothing more goes
-    through the checkpoint itself, which can keep tensors only.
-    """
-
-    def __init__(self, layer: Any, mask: Any) -> None:
-        self.__dict__.update(
-            {"_layer": layer, _INNER: functools.partial(getattr(layer, _INNER), padding_mask=mask)}
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
 def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
     def _checkpointed_forward(
         self: Any, *args: Any, padding_mask: Any = None, **kwargs: Any
     ) -> Any:
-        layer = self if padding_mask is None else _WithMask(self, padding_mask)
-        return original(layer, *args, **kwargs)
+        if padding_mask is None:
+            return original(self, *args, **kwargs)
+        # In its place in the checkpoint's closure, which the recompute calls again: nothing more
+        # goes through the checkpoint itself, which can keep tensors only.
+        inner = functools.partial(getattr(self, _INNER), padding_mask=padding_mask)
+        return original(Instead(self, **{_INNER: inner}), *args, **kwargs)
 
     return _checkpointed_forward
 

@@ -36,6 +36,16 @@ def with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
     return _clone(function, {**own, **held}, closure)
 
 
+class Instead:
+    """Answers as another object does, but for some attributes; that object is left as it is."""
+
+    def __init__(self, original: Any, **attributes: Any) -> None:
+        vars(self).update(attributes, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 def globals_of(function: Any) -> list[Any]:
     """The values of all global names that `function`, and what it wraps, refer to now."""
     values: list[Any] = []
