@@ -1,11 +1,8 @@
 """Checks of one router and of one process: recording, replaying, gradients, recompute."""
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
-from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.registry import REPLAY, check
 
@@ -157,10 +154,10 @@ def refusals() -> None:
         "a negative id": ids - tools.EXPERTS,
     }.items():
         router, _ = _pair({})
-        with _refused(what):
+        with tools.refused(what):
             _run(router, action="REPLAY_FORWARD", ids=bad)
     sinkhorn, _ = _pair({"moe_router_load_balancing_type": "sinkhorn"})
-    with _refused("a sinkhorn router"):
+    with tools.refused("a sinkhorn router"):
         _run(sinkhorn.eval(), ids=ids)
 
 
@@ -254,12 +251,3 @@ def _train(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
     loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, len(calls)
-
-
-@contextlib.contextmanager
-def _refused(what: str) -> Iterator[None]:
-    try:
-        yield
-    except ReplayPatchError:
-        return
-    raise AssertionError(f"{what} is accepted; expected a ReplayPatchError")

@@ -64,19 +64,19 @@ def schedule() -> None:
 @check("tp-sp", patches=REPLAY, ranks=2)
 def tp_sp() -> None:
     """The same on two tensor-parallel ranks with sequence parallelism."""
-    _on_ranks(tensor_model_parallel_size=2, sequence_parallel=True)
+    tools.on_ranks(_rank, tensor_model_parallel_size=2, sequence_parallel=True)
 
 
 @check("cp", patches=REPLAY, ranks=2)
 def cp() -> None:
     """The same on two context-parallel ranks, zigzag."""
-    _on_ranks(context_parallel_size=2)
+    tools.on_ranks(_rank, context_parallel_size=2)
 
 
 @check("pp", patches=REPLAY, ranks=2)
 def pp() -> None:
     """The same on two pipeline stages, 1F1B."""
-    _on_ranks(pipeline_model_parallel_size=2)
+    tools.on_ranks(_rank, pipeline_model_parallel_size=2)
 
 
 @check("vpp", patches=REPLAY, ranks=2)
@@ -85,20 +85,14 @@ def vpp() -> None:
     from replay_patch.matrix import tiny
 
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    _on_ranks(num_layers=4, **sizes, **tiny.VPP_P2P)
+    tools.on_ranks(_rank, num_layers=4, **sizes, **tiny.VPP_P2P)
 
 
 @check("ep", patches=REPLAY, ranks=2)
 def ep() -> None:
     """The same on two expert-parallel ranks with data of their own, with both dispatchers."""
     for dispatcher in ("alltoall", "allgather"):
-        _on_ranks(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
-
-
-def _on_ranks(**options: Any) -> None:
-    from replay_patch.matrix.ranks import launch
-
-    launch(_rank, 2, (options,))
+        tools.on_ranks(_rank, expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
 
 
 def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
@@ -107,8 +101,7 @@ def _rank(rank: int, world: int, init_file: str | None, options: dict[str, Any])
     from replay_patch.matrix import tiny
 
     options = {"num_layers": LAYERS} | options
-    groups = {k: v for k, v in options.items() if k.endswith("parallel_size")}
-    tiny.init(world, rank, init_file, **groups)
+    tiny.init(world, rank, init_file, **tools.group_sizes(options))
     config = tools.config(replay=False, **options)
     chunks = tiny.model_chunks(config)
     layout = _layout(config)
@@ -276,7 +269,6 @@ def _run(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any
     """
     import torch
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from replay_patch.matrix import tiny
 
@@ -307,17 +299,7 @@ def _run(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any
         tokens, positions = _of_rank(tokens), _of_rank(positions)
         return chunk(tokens, positions, None, labels=tokens, **arguments), tools.mean_loss
 
-    several = len(chunks) > 1
-    iterators = [iter(range(MICROBATCHES)) for _ in chunks]
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=chunks if several else chunks[0],
-        num_microbatches=MICROBATCHES,
-        seq_length=tools.SEQUENCE,
-        micro_batch_size=len(LENGTHS),
-        forward_only=not train,
-    )
+    tools.run_schedule(forward_step, chunks, MICROBATCHES, forward_only=not train)
     for hook in hooks:
         hook.remove()
     return seen

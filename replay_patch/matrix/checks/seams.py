@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from replay_patch.errors import ReplayPatchError, RouteError
+from replay_patch.errors import RouteError
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.checks.plugin import FLAGS
 from replay_patch.matrix.registry import Skip, check
@@ -122,10 +122,10 @@ def replay_api() -> None:
         "a column too many": tools.some_ids(topk=tools.TOPK + 1),
         "float ids": wanted.float(),
     }.items():
-        with _refused(what, RouteError):
+        with tools.refused(what, RouteError):
             replay.set_target_indices(bad)
     replay.set_target_indices(wanted[:-1])
-    with _refused("a row too few", RouteError):
+    with tools.refused("a row too few", RouteError):
         replay.get_replay_topk(scores, tools.TOPK, default_compute_topk=tools.native_topk)
 
 
@@ -228,17 +228,8 @@ def guard() -> None:
     tiny.init()
     config = tiny.moe_config()
     config.enable_routing_replay = True
-    with _refused("a router with a forward of its own", ReplayPatchError):
+    with tools.refused("a router with a forward of its own"):
         Own(config=config, **tiny.moe_groups(Own))
-
-
-@contextlib.contextmanager
-def _refused(what: str, error: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except error:
-        return
-    raise AssertionError(f"{what} is accepted; expected a {error.__name__}")
 
 
 @contextlib.contextmanager

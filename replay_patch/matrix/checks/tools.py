@@ -1,6 +1,10 @@
 """What the checks share: inputs, maps and comparisons. T tokens, E experts, K top-k."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from replay_patch.errors import ReplayPatchError
 
 EXPERTS, TOPK, SEQUENCE, BATCH, HIDDEN = 6, 2, 8, 2, 16
 TOKENS = SEQUENCE * BATCH
@@ -91,6 +95,52 @@ def mean_loss(losses: Any) -> tuple[Any, dict[str, Any]]:
     """The loss function that a `forward_step` returns."""
     loss = losses.float().mean()
     return loss, {"loss": loss.detach()}
+
+
+def on_ranks(rank: Callable[..., None], **options: Any) -> None:
+    """Run `rank(rank, world, init_file, options)` on two ranks; `options` are config fields."""
+    from replay_patch.matrix.ranks import launch
+
+    launch(rank, 2, (options,))
+
+
+def group_sizes(options: dict[str, Any]) -> dict[str, Any]:
+    """The config fields that process groups are made with, too."""
+    return {name: size for name, size in options.items() if name.endswith("parallel_size")}
+
+
+def run_schedule(
+    forward_step: Callable[..., Any],
+    chunks: list[Any],
+    microbatches: int,
+    *,
+    length: int = SEQUENCE,
+    forward_only: bool = False,
+) -> None:
+    """Megatron's own schedule; `forward_step` gets an iterator of microbatch numbers."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    several = len(chunks) > 1
+    iterators = [iter(range(microbatches)) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=microbatches,
+        seq_length=length,
+        micro_batch_size=BATCH,
+        forward_only=forward_only,
+    )
+
+
+@contextlib.contextmanager
+def refused(what: str, error: type[Exception] = ReplayPatchError) -> Iterator[None]:
+    """AssertionError unless the block raises the error."""
+    try:
+        yield
+    except error:
+        return
+    raise AssertionError(f"{what} is accepted; expected a {error.__name__}")
 
 
 def same_map(expected: Any, found: Any, where: str) -> None:
