@@ -10,9 +10,7 @@ from PyPI) on the releases where it works.
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ import timing
 
 import replay_patch
 from replay_patch.matrix import tiny
-from replay_patch.matrix.environments import environment
 
 TOKENS, EXPERTS, TOPK, HIDDEN = 4096, 128, 8, 64
 PEERS = ("Megatron's own replay", "verl's replay")
@@ -34,9 +31,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    folder = str(environment(args.release))
-    if folder not in sys.path:  # start again with the release on the path
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONPATH": folder})
+    timing.on_release(args.release)
     tiny.init()
 
     results = {}

@@ -10,7 +10,6 @@ routers are compared first: all give the same.
 import argparse
 import base64
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import timing
 
 from replay_patch.matrix import tiny
-from replay_patch.matrix.environments import NEWEST, environment
+from replay_patch.matrix.environments import NEWEST
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -35,11 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    folder = str(environment(args.release))
-    if folder not in sys.path:  # start again with the release on the path
-        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, *sys.argv], env)
+    timing.on_release(args.release, OMP_NUM_THREADS="1")
     tiny.init()
 
     result = {

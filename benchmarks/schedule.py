@@ -7,9 +7,7 @@ One process, one release, 48 MoE layers, full recompute, tiny tensors: what is m
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ import timing
 import replay_patch
 from replay_patch import running
 from replay_patch.matrix import tiny
-from replay_patch.matrix.environments import environment
 
 LAYERS, EXPERTS, TOPK, LENGTHS, MICROBATCHES = 48, 8, 2, (16, 16), 2
 CALLS = 20_000
@@ -33,9 +30,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    folder = str(environment(args.release))
-    if folder not in sys.path:  # start again with the release on the path
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONPATH": folder})
+    timing.on_release(args.release)
     replay_patch.activate()
     tiny.init()
     bench = Bench()

@@ -1,12 +1,16 @@
 """Interleaved timing: on a shared machine only pairs taken side by side can be compared."""
 
 import gc
+import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from replay_patch.matrix.environments import environment
 
 Variant = Callable[[], Callable[[], Any]]
 """Prepares (untimed) and returns what is timed."""
@@ -35,6 +39,15 @@ def ratios(taken: dict[str, list[float]], name: str, base: str) -> tuple[float, 
     pairs = [a / b for a, b in zip(taken[name], taken[base], strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4)
     return low, middle, high
+
+
+def on_release(release: str, **env: str) -> None:
+    """Start this script again with a Megatron-core release on the path, unless it is there."""
+    folder = str(environment(release))
+    if folder not in sys.path:
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"PYTHONPATH": path} | env
+        os.execve(sys.executable, [sys.executable, *sys.argv], env)
 
 
 def machine() -> str:
