@@ -72,12 +72,7 @@ def run_demo(
         say(f"Megatron-core {megatron} (downloaded at its first use)")
         folder = environments.environment(megatron, cache)
     else:
-        folder = Path(megatron_path).absolute()
-        if not (folder / "megatron" / "core").is_dir():
-            raise ReplayPatchError(
-                f"demo: {folder} holds no megatron/core; expected the folder of a Megatron-LM "
-                "checkout or of an unpacked megatron-core"
-            )
+        folder = environments.checkout(megatron_path)
     with tempfile.TemporaryDirectory(prefix="replay-patch-demo-") as work:
         out = Path(work) / "result.json"
         _run_job(folder, ["--out", str(out), "--seed", str(seed)], work, say)

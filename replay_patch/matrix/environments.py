@@ -23,7 +23,7 @@ from packaging.version import InvalidVersion, Version
 
 from replay_patch.errors import ReplayPatchError
 
-__all__ = ["NEWEST", "TESTED_RELEASES", "cache_dir", "environment"]
+__all__ = ["NEWEST", "TESTED_RELEASES", "cache_dir", "checkout", "environment"]
 
 TESTED_RELEASES = (
     "0.12.0",
@@ -111,6 +111,21 @@ def environment(release: str, cache: str | os.PathLike[str] | None = None) -> Pa
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+def checkout(folder: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder that holds a `megatron` package.
+
+    Raises:
+        ReplayPatchError: it holds none.
+    """
+    path = Path(folder).expanduser().absolute()
+    if not (path / "megatron" / "core").is_dir():
+        raise ReplayPatchError(
+            f"{path} holds no megatron/core; expected the folder of a Megatron-LM checkout or of "
+            "an unpacked megatron-core"
+        )
+    return path
 
 
 def _version(release: str) -> str:

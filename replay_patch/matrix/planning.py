@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from replay_patch.errors import ReplayPatchError
-from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, environment
+from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, checkout, environment
 
 __all__ = ["Environment", "Say", "is_installed", "plan"]
 
@@ -32,6 +32,8 @@ class Environment:
     mindspeed_path: Path | None = None
     problem: str = ""
     """Why it cannot be had; its cells are errors."""
+    is_tested: bool = False
+    """A download of a tested release, which is what `known_targets.json` was made from."""
 
     def __str__(self) -> str:
         return self.megatron + (f" with MindSpeed {self.mindspeed}" if self.mindspeed else "")
@@ -74,20 +76,17 @@ def plan(
 def _release(release: str, cache: str | None, say: Say) -> Environment:
     say(f"Megatron-core {release}")
     try:
-        return Environment(release, environment(release, cache))
+        folder = environment(release, cache)
+        return Environment(release, folder, is_tested=release in TESTED_RELEASES)
     except ReplayPatchError as error:
         return Environment(release, problem=str(error))
 
 
 def _folder(given: str) -> Environment:
-    path = Path(given).expanduser().absolute()
-    problem = ""
-    if not (path / "megatron" / "core").is_dir():
-        problem = (
-            f"{path} holds no megatron/core; expected the folder of a Megatron-LM checkout or of "
-            "an unpacked megatron-core"
-        )
-    return Environment(str(given), path, problem=problem)
+    try:
+        return Environment(given, checkout(given))
+    except ReplayPatchError as error:
+        return Environment(given, problem=str(error))
 
 
 def _with_mindspeed(

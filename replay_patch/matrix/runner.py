@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from replay_patch.matrix import drift
-from replay_patch.matrix.environments import TESTED_RELEASES
 from replay_patch.matrix.planning import Environment, Say, is_installed
 from replay_patch.matrix.processes import environ
 from replay_patch.matrix.registry import Check
@@ -177,7 +176,7 @@ class _Run:
 
     def _look(self) -> None:
         """Say how this Megatron differs from the tested ones. Those need not be looked at."""
-        if self.env.megatron in TESTED_RELEASES and self.env.path is not None:
+        if self.env.is_tested:
             return
         path = [] if self.env.path is None else [self.env.path]
         seen = drift.examine(path, cpu=True, timeout=_IMPORT_SECONDS)

@@ -1,6 +1,7 @@
 """What `replay-patch matrix` is asked for, as environments; downloads are played."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def quietly(*args: object, **kwargs: object) -> list[Environment]:
 
 
 def release(version: str) -> Environment:
-    return Environment(version, CACHE / version)
+    return Environment(version, CACHE / version, is_tested=True)
 
 
 def megatron(folder: Path) -> Path:
@@ -113,7 +114,7 @@ def test_mindspeed_by_its_branch(tmp_path: Path) -> None:
 
     [found] = quietly(mindspeed_paths=[str(path)])
 
-    assert found == Environment("0.12.1", CACHE / "0.12.1", "core_r0.14.0", path)
+    assert found == replace(release("0.12.1"), mindspeed="core_r0.14.0", mindspeed_path=path)
 
 
 def test_mindspeed_by_the_name_of_its_folder(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_mindspeed_for_a_release_said(tmp_path: Path) -> None:
 
     [found] = quietly(mindspeed_paths=[f"{path}=0.12.3"])
 
-    assert found == Environment("0.12.3", CACHE / "0.12.3", "core_r0.14.0", path)
+    assert found == replace(release("0.12.3"), mindspeed="core_r0.14.0", mindspeed_path=path)
 
 
 def test_mindspeed_for_a_folder_said(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_mindspeed_of_no_known_release_goes_with_the_only_one_asked_for(tmp_path
 
     assert found == [
         release("0.14.0"),
-        Environment("0.14.0", CACHE / "0.14.0", "MindSpeed", path),
+        replace(release("0.14.0"), mindspeed="MindSpeed", mindspeed_path=path),
     ]
 
 

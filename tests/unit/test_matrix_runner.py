@@ -1,9 +1,13 @@
 """Environments that cannot be had, which cost no process: what is said of them."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from replay_patch.matrix import runner
 from replay_patch.matrix.checks import CHECKS
+from replay_patch.matrix.environments import TESTED_RELEASES
 from replay_patch.matrix.planning import Environment
 
 TWO = [CHECKS["replay"], CHECKS["record"]]
@@ -43,3 +47,18 @@ def test_mindspeeds_of_one_name_are_told_apart() -> None:
     environments = [Environment("1", None, "MindSpeed", path, "x") for path in paths]
 
     assert names(*environments) == [("1 (1)", f"MindSpeed ({path})") for path in paths]
+
+
+def test_a_folder_that_is_named_as_a_release_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+
+    def examine(path: Any, **_: Any) -> dict[str, Any]:
+        looked.append(path)
+        raise OSError("enough")
+
+    monkeypatch.setattr(runner.drift, "examine", examine)
+    folder, release = Path("/nowhere"), TESTED_RELEASES[0]
+
+    runner._Run(Environment(release, folder), TWO, 1, 1.0, lambda _: None).run()
+
+    assert looked == [[folder]]
