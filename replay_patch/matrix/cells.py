@@ -47,7 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="of a check, in seconds")
     parser.add_argument("--mindspeed", action="store_true")
     args = parser.parse_args(argv)
-    sys.argv = sys.argv[:1]  # MindSpeed reads it
     # Megatron, MindSpeed and the checks may print; only our lines go to stdout.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _import(mindspeed: bool) -> dict[str, Any]:
     """Import as a job with the plugin on does; returns the versions and where they are from."""
-    from replay_patch.matrix import cpu
+    from replay_patch.matrix import cpu, npu
 
     cpu.install()
     import replay_patch
@@ -82,9 +81,7 @@ def _import(mindspeed: bool) -> dict[str, Any]:
     version = None
     if mindspeed:
         # Before Megatron, whose modules bind what it replaces.
-        importlib.import_module("mindspeed.megatron_adaptor")
-        package = sys.modules["mindspeed"]
-        version = str(getattr(package, "__version__", "unknown"))
+        version = str(getattr(npu.adapt(), "__version__", "unknown"))
     import megatron.core
     from megatron.core.package_info import __version__
 

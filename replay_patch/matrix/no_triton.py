@@ -1,12 +1,14 @@
-"""Let Megatron-core 0.18 and later be imported where triton is not installed.
+"""Let Megatron-core 0.18 and later, and MindSpeed, be imported where triton is not installed.
 
-`import megatron.core` itself reaches a module that imports triton without a guard. Only those
-modules see a stub: one in `sys.modules` would make torch._dynamo (imported by torch.optim) look
-for triton.backends and die, and would turn Megatron's own HAVE_TRITON flags true.
+`import megatron.core` itself reaches a module that imports triton without a guard, and MindSpeed
+has dozens (of which another triton than Ascend's rejects some). Only those modules see a stub: one
+in `sys.modules` would make torch._dynamo (imported by torch.optim) look for triton.backends and
+die, and would turn Megatron's own HAVE_TRITON flags true.
 """
 
 import importlib.machinery
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Sequence
@@ -18,10 +20,25 @@ _NEED_TRITON = (
 )
 
 
-def provide() -> None:
-    """Register the finder, unless triton is there. Call it once."""
-    if importlib.util.find_spec("triton") is None:
+_IMPORT = re.compile(rb"^( *)import triton(?:\.[\w.]+ as (\w+))?(?=[ \r]*(?:#.*)?$)", re.M)
+
+
+def provide(package: str | None = None) -> None:
+    """Register the finder.
+
+    Args:
+        package: prefix of the modules that are to see the stub in any case; None: the modules of
+            Megatron that need one, unless triton is there.
+    """
+    if package is not None:
+        _covered.append(package)
+    elif importlib.util.find_spec("triton") is None:
+        _covered.extend(_NEED_TRITON)
+    if _covered and _TritonFreeFinder not in sys.meta_path:
         sys.meta_path.insert(0, _TritonFreeFinder)
+
+
+_covered: list[str] = []
 
 
 class _Anything(types.ModuleType):
@@ -45,10 +62,10 @@ class _TritonFreeLoader(importlib.machinery.SourceFileLoader):
     """Compiles a module with its `import triton` lines bound to the stub."""
 
     def get_code(self, fullname: str) -> types.CodeType:  # by-passes the .pyc
-        source = self.get_data(self.path)
-        stub = f"\nfrom {__name__} import TRITON as triton\n".encode()
-        source = source.replace(b"\nimport triton\n", stub)
-        source = source.replace(b"\nimport triton.language as tl\n", b"\ntl = triton.language\n")
+        stub = rb"\1from %s import TRITON as " % __name__.encode()
+        source = _IMPORT.sub(
+            lambda m: m.expand(stub) + (m[2] or b"triton"), self.get_data(self.path)
+        )
         code: types.CodeType = compile(source, self.path, "exec", dont_inherit=True)
         return code
 
@@ -58,7 +75,7 @@ class _TritonFreeFinder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _NEED_TRITON:
+        if not name.startswith(tuple(_covered)):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.origin is not None:

@@ -10,6 +10,7 @@ Each function installs the CPU bed if that has not been done. More ranks: `launc
 
 import dataclasses
 import inspect
+import sys
 from typing import Any
 
 from replay_patch.matrix import cpu
@@ -82,7 +83,7 @@ def gpt_model(
         config: as `moe_config` makes it.
         seed: of torch's generator just before the weights are drawn; None leaves it alone.
         torch_attention: use `TorchAttention`; None means where Megatron's own cannot (MLA, context
-            parallelism). Packed sequences need True.
+            parallelism), and with MindSpeed, whose own is an NPU kernel. Packed sequences need True.
         kwargs: of GPTModel. `vp_stage` is dropped where the release takes none (0.12).
     """
     _prepare()
@@ -92,7 +93,11 @@ def gpt_model(
     from replay_patch.matrix.attention import with_torch_attention
 
     if torch_attention is None:
-        torch_attention = config.multi_latent_attention or config.context_parallel_size > 1
+        torch_attention = (
+            config.multi_latent_attention
+            or config.context_parallel_size > 1
+            or "mindspeed" in sys.modules
+        )
     vp_stage = {"vp_stage": kwargs.get("vp_stage")}
     if config.moe_layer_freq == 1:
         spec = _layer_spec(config)

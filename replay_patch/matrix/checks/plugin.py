@@ -53,6 +53,8 @@ def off_is_off() -> None:
     assert not extra, f"imported though off: {sorted(extra)}"
 
     here = "from replay_patch.matrix.checks import plugin as p; import json; "
+    if "mindspeed" in sys.modules:
+        here += "from replay_patch.matrix import cpu, npu; cpu.install(); npu.adapt(); "
     off = _fresh(f"{here}d = p.digest(); print(json.dumps([d, p.ours()]))")
     assert off[1] == [], f"ours in Megatron though off: {off[1]}"
     assert off[0] == digest(), "a model computes something else with the plugin on and unused"

@@ -1,7 +1,8 @@
 """Stand-in for Ascend's MegatronAdaptor and TransformerEngineNPU, which MindSpeed for core 0.17 and
 0.18 imports first.
 
-It gives transformer-engine a version, and a package in which every class name is an empty Module.
+It gives transformer-engine a version, and a package in which every class name is an empty Module,
+but for the norms, which MindSpeed puts into layers of Megatron's local backend.
 """
 
 import importlib
@@ -22,6 +23,9 @@ _FUNCTIONS = (
     *("moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
 )
 
+_ABSENT = ("general_gemm", "get_workspace", "get_cpu_offload_context", "_SplitAlongDim")
+"""So that Megatron does without: nothing computes here."""
+
 _version = importlib.metadata.version
 importlib.metadata.version = lambda name: (
     _VERSION if name == "transformer-engine" else _version(name)
@@ -35,7 +39,10 @@ class _Package(types.ModuleType):
     def __getattr__(self, name):
         if name in _PACKAGES:
             return importlib.import_module(f"{self.__name__}.{name}")
-        if name.startswith("__") or not (name.lstrip("_")[0].isupper() or name in _FUNCTIONS):
+        if name in _NORMS:
+            return _NORMS[name]
+        named = name.lstrip("_")[:1].isupper() or name in _FUNCTIONS
+        if name.startswith("__") or name in _ABSENT or not named:
             raise AttributeError(name)
         body = {"__module__": self.__name__, "apply": staticmethod(lambda *_, **__: None)}
         value = type(name, (torch.nn.Module,), body)
@@ -43,10 +50,24 @@ class _Package(types.ModuleType):
         return value
 
 
+class _Norm:
+    def __init__(self, normalized_shape, eps, sequence_parallel, **_):
+        super().__init__(normalized_shape, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = sequence_parallel
+
+
+_NORMS = {
+    "LayerNorm": type("LayerNorm", (_Norm, torch.nn.LayerNorm), {}),
+    "RMSNorm": type("RMSNorm", (_Norm, torch.nn.RMSNorm), {}),
+}
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         last = name.rpartition(".")[2]
-        if name.partition(".")[0] != "transformer_engine" or last.lstrip("_")[:1].isupper():
+        ours = name.partition(".")[0] == "transformer_engine" and last not in _ABSENT
+        if not ours or last.lstrip("_")[:1].isupper():
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
