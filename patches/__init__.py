@@ -16,6 +16,8 @@ from replay_patch.patches import (
     padding_mask,
     padding_mask_shape,
     padding_only_loss,
+    rebuilt_config,
+    repatch,
     router_guard,
     router_objects,
     router_replay_module,
@@ -24,6 +26,7 @@ from replay_patch.patches import (
 
 PATCHES = (
     config_fields.PATCH,
+    rebuilt_config.PATCH,
     aux_loss_methods.PATCH,
     layer_helpers.PATCH,
     router_replay_module.PATCH,
@@ -39,10 +42,14 @@ PATCHES = (
     block_recompute_mask.PATCH,
     mtp_recompute_mask.PATCH,
     padding_mask.PATCH,  # after router_objects, around whose forward its own comes
+    repatch.PATCH,
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)
 """Using replay is refused unless each of these is in place, or not needed."""
 
-MEGATRON_MODULES = tuple(dict.fromkeys(patch.modules[-1] for patch in PATCHES))
-"""Importing these lets every patch decide: the last module of each exists in every release."""
+MEGATRON_MODULES = tuple(
+    dict.fromkeys(p.modules[-1] for p in PATCHES if p.modules[-1].startswith("megatron."))
+)
+"""Importing these lets every patch of Megatron decide: the last module of each exists in every
+release."""

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch import activation
 from replay_patch.config import replay_enabled
-from replay_patch.patching import Patch, Transaction
+from replay_patch.patching import Patch, Transaction, chain
 from replay_patch.probe import Probe
 
 _MODULE = "megatron.core.transformer.transformer_config"
@@ -41,7 +42,10 @@ def _apply(transaction: Transaction) -> None:
         if "__init__" in own:
             lacking = [name for name in names if name not in _parameters(own["__init__"])]
             if lacking:
-                transaction.set(cls, "__init__", _accepting(own["__init__"], lacking))
+                # Innermost: MindSpeed's wrapper hands on what the signature has, its own arguments
+                # included, and a `repatch` may have put the names among these.
+                accepting = functools.partial(_accepting, names=lacking)
+                transaction.innermost(cls, "__init__", accepting)
     for name in missing[root]:
         # A subclass made later inherits fields and default by itself. typing.get_type_hints and
         # Megatron's argument factory read the annotation.
@@ -49,10 +53,18 @@ def _apply(transaction: Transaction) -> None:
         transaction.item(root.__annotations__, name, bool, f"{_ROOT}.__annotations__")
 
 
-def _parameters(init: Any) -> tuple[str, ...]:
+_taking: "weakref.WeakKeyDictionary[Any, list[str]]" = weakref.WeakKeyDictionary()
+"""Our `__init__` -> the names that it takes."""
+
+
+def _parameters(init: Any) -> list[str]:
     """What the code takes by name; a `__signature__` may be somebody's edit (verl's)."""
-    code = getattr(inspect.unwrap(init), "__code__", None)
-    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    *wrappers, inner = chain(init)
+    names = [name for wrapper in wrappers for name in _taking.get(wrapper, ())]
+    code = getattr(inner, "__code__", None)
+    if code is not None:
+        names += code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return names
 
 
 def _tree(cls: Any) -> list[Any]:
@@ -94,6 +106,7 @@ def _accepting(original: Callable[..., None], names: list[str]) -> Callable[...,
     ]
     parameters = [p for p in kept if p not in catch_all] + added + catch_all
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    _taking[__init__] = names
     return __init__
 
 

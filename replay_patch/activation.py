@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +189,19 @@ def _advise(what: str, wrong: list[str]) -> str:
     return f"{what} on {ledger_probe}: {'; '.join(wrong)}. `replay-patch doctor` says more."
 
 
+def reinstall() -> None:
+    """Put back what other code has overwritten, and decide again what was not needed."""
+    for module in _modules():
+        if module in sys.modules:
+            _hook(module)
+
+
+def lift(strangers: Sequence[Any]) -> None:
+    """See `Ledger.lift`; `reinstall` afterwards."""
+    if _now is not None:
+        _now.ledger.lift(strangers)
+
+
 def _start(asked: Settings, trigger: str) -> None:
     """Make the ledger and hook every module that a patch waits for."""
     # Here, not above: the package import must stay free of what the patches import.
@@ -196,9 +210,7 @@ def _start(asked: Settings, trigger: str) -> None:
     global _now
     with _lock:
         if _now is not None:
-            for module in _modules():
-                if module in sys.modules:
-                    _hook(module)  # reinstalls what was lost
+            reinstall()
             return
         unknown = asked.skip - {p.name for p in PATCHES}
         if unknown:

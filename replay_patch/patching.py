@@ -9,7 +9,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,18 +91,41 @@ class _Change:
 
 
 @dataclass
+class _Splice:
+    """A function put in the place of the innermost one of an attribute's chain of wrappers."""
+
+    where: str
+    original: Any
+    ours: Any
+    read: Callable[[], Any]
+    outer: Any
+    cell: Any
+
+    def holds(self) -> bool:
+        return _reaches(self.read(), self.ours)
+
+    def undo(self) -> bool:
+        if self.cell.cell_contents is not self.ours:
+            return False
+        self.cell.cell_contents = self.outer.__wrapped__ = self.original
+        return True
+
+
+@dataclass
 class Transaction:
     """Notes every change of one patch, so that all of them can be verified and taken back."""
 
-    changes: list[_Change] = field(default_factory=list)
+    changes: list[_Change | _Splice] = field(default_factory=list)
+    earlier: list[list[_Change | _Splice]] = field(default_factory=list)
+    """What was lost before it was applied again. MindSpeed may bring it back: it puts what it once
+    found in a place there again when a feature goes off."""
     cleanups: list[Callable[[], None]] = field(default_factory=list)
     """Run on undo, after the changes are taken back."""
 
     def set(self, owner: Any, attribute: str, value: Any) -> None:
         """Set an attribute of a class or module; an inherited one is left alone on undo."""
         self._change(
-            f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', owner.__name__)}"
-            f".{attribute}".lstrip("."),
+            _place(owner, attribute),
             value,
             read=lambda: vars(owner).get(attribute, _ABSENT),
             write=lambda v: setattr(owner, attribute, v),
@@ -118,6 +141,23 @@ class Transaction:
         function = getattr(original, "__func__", original)
         made: Any = functools.wraps(function, updated=())(make(function))
         self.set(cls, name, staticmethod(made) if isinstance(original, staticmethod) else made)
+
+    def innermost(self, cls: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        """Replace a method, underneath all wrappers of other code that can be followed.
+
+        Where the innermost wrapper does not hold what it wraps in its closure, ours comes around
+        all of them.
+        """
+        *around, inner = chain(vars(cls)[name])
+        outer = around[-1] if around else None
+        cells = [c for c in getattr(outer, "__closure__", None) or () if _holds(c, inner)]
+        if len(cells) != 1:
+            self.set(cls, name, make(vars(cls)[name]))
+            return
+        ours, cell = make(inner), cells[0]
+        cell.cell_contents = around[-1].__wrapped__ = ours
+        where, read = _place(cls, name), functools.partial(vars(cls).get, name, _ABSENT)
+        self.changes.append(_Splice(where, inner, ours, read, outer, cell))
 
     def set_everywhere(self, name: str, original: Any, value: Any) -> None:
         """Set every module attribute `name` that is `original`: importers bind names by value.
@@ -158,8 +198,12 @@ class Transaction:
 
     def lost(self) -> list[str]:
         """Places where what we put no longer is, not even under somebody's wrapper."""
-        last = {c.where: c for c in self.changes}  # one patch may set a place twice
-        return [where for where, change in last.items() if not change.holds()]
+        generations = [
+            {c.where: c for c in changes}  # one patch may set a place twice: the last counts
+            for changes in (self.changes, *self.earlier)
+        ]
+        held = {c.where for last in generations for c in last.values() if c.holds()}
+        return [where for where in generations[0] if where not in held]
 
     def undo(self, keep: int = 0) -> list[str]:
         """Take back all but the first `keep` changes, as far as they are still ours, last first.
@@ -169,9 +213,25 @@ class Transaction:
         """
         kept = [c.where for c in reversed(self.changes[keep:]) if not c.undo()]
         del self.changes[keep:]
+        if not keep:
+            brought_back = [c for changes in reversed(self.earlier) for c in reversed(changes)]
+            kept += [c.where for c in brought_back if not c.undo() and c.holds()]
+            self.earlier.clear()
         while self.cleanups and not keep:
             self.cleanups.pop()()
         return kept
+
+    def retire(self, keep: int) -> None:
+        """Make room for applying the patch again, on top of the code that has replaced it."""
+        stuck = [c for c in reversed(self.changes[keep:]) if not c.undo()][::-1]
+        self.changes[keep:] = [c for c in stuck if c.holds()]  # under another's wrapper
+        self.earlier.append([c for c in stuck if c not in self.changes])
+
+    def lift(self, strangers: Sequence[Any]) -> None:
+        """Take back what is directly around one of these functions of other code."""
+        for change in reversed(self.changes):
+            if any(change.original is s for s in strangers):
+                change.undo()
 
     def _change(
         self,
@@ -186,15 +246,30 @@ class Transaction:
         self.changes.append(change)
 
 
+def _place(owner: Any, attribute: str) -> str:
+    name = getattr(owner, "__qualname__", owner.__name__)
+    return f"{getattr(owner, '__module__', '')}.{name}.{attribute}".lstrip(".")
+
+
+def _holds(cell: Any, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # not bound yet
+        return False
+
+
 def _reaches(current: Any, ours: Any) -> bool:
     function = getattr(ours, "__func__", ours)  # strangers wrap what is in a staticmethod
-    seen: set[int] = set()  # a __wrapped__ chain of strangers may be a ring
-    while current is not ours and current is not function:
-        if id(current) in seen or current is _ABSENT:
-            return False
-        seen.add(id(current))
-        current = getattr(current, "__wrapped__", _ABSENT)
-    return True
+    return any(found is ours or found is function for found in chain(current))
+
+
+def chain(function: Any) -> Iterator[Any]:
+    """A function and what it wraps (`__wrapped__`), outermost first, each once."""
+    seen: set[int] = set()  # a chain of strangers may be a ring
+    while function is not _ABSENT and id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        function = getattr(function, "__wrapped__", _ABSENT)
 
 
 # --- the state of each patch ------------------------------------------------------------------
@@ -233,7 +308,7 @@ class Ledger:
                 if not gone:
                     return
                 again = f"; reinstalled, because other code had replaced {', '.join(gone)}"
-                transaction.undo(self._armed[name])
+                transaction.retire(self._armed[name])
             before = len(transaction.changes)
             try:
                 needed, found = patch.needed(self.probe)
@@ -252,6 +327,12 @@ class Ledger:
                 _log.debug("patch %s failed here", name, exc_info=True)
             else:
                 _log.debug("patch %s: %s (%s)", name, *self._states[name])
+
+    def lift(self, strangers: Sequence[Any]) -> None:
+        """Let other code find its own functions again where ours are directly around them."""
+        with self._lock:
+            for name in reversed(self._patches):
+                self._transactions[name].lift(strangers)
 
     def states(self) -> tuple[PatchState, ...]:
         """The state of every patch now; an active one is verified first.

@@ -82,8 +82,8 @@ def gpt_model(
     Args:
         config: as `moe_config` makes it.
         seed: of torch's generator just before the weights are drawn; None leaves it alone.
-        torch_attention: use `TorchAttention`; None means where Megatron's own cannot (MLA, context
-            parallelism), and with MindSpeed, whose own is an NPU kernel. Packed sequences need True.
+        torch_attention: use `TorchAttention`; None means where the other cannot (MLA, context
+            parallelism, MindSpeed's NPU kernel). Packed sequences need True.
         kwargs: of GPTModel. `vp_stage` is dropped where the release takes none (0.12).
     """
     _prepare()
