@@ -48,8 +48,6 @@ PATCHES = (
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)
 """Using replay is refused unless each of these is in place, or not needed."""
 
-MEGATRON_MODULES = tuple(
-    dict.fromkeys(p.modules[-1] for p in PATCHES if p.modules[-1].startswith("megatron."))
-)
+MEGATRON_MODULES = tuple(dict.fromkeys(p.modules[-1] for p in PATCHES if p.library == "megatron"))
 """Importing these lets every patch of Megatron decide: the last module of each exists in every
 release."""

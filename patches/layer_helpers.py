@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patching import Patch, Transaction
+from replay_patch.placement import placement
 from replay_patch.probe import Probe
 from replay_patch.rebinding import Instead, with_globals
 
@@ -29,7 +30,10 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _right_for_others(probe: Probe) -> bool:
-    """Whether a layout with 1 and 2 layers on its stages is asked about the stage in question."""
+    """Whether a layout with 1 and 2 layers on its stages is asked about the stage in question.
+
+    MindSpeed's wrapper, whatever it is around, asks the layout about its own stage.
+    """
 
     class Layout:
         def get_num_layers_to_build(self, pp_rank: int = -1, **others: Any) -> int:
@@ -54,7 +58,33 @@ def _apply(transaction: Transaction) -> None:
         asks = "parallel_state" in inspect.unwrap(original).__code__.co_names
         if not asks and "pp_rank" not in Probe().parameters(f"{module}:{name}"):
             raise LookupError(f"{module}.{name} does not say how it knows its stage")
-        transaction.set_everywhere(name, original, _for_any_stage(original, _overlaps(original)))
+        listed = name == "get_transformer_layer_offset" and _listed()
+        made = _for_any_stage(original, _overlaps(original), listed)
+        transaction.set_everywhere(name, original, made)
+
+
+def _listed() -> bool:
+    """Whether the layers of a stage are counted by MindSpeed's list of lists, [pp][vp].
+
+    Its unaligned pipeline replaces that helper, and leaves the offsets to the one that knows no
+    list: two stages then have layers with the same numbers.
+    """
+    count = Probe().find(f"{_BLOCK}:get_num_layers_to_build")
+    config = types.SimpleNamespace(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
+        pipeline_num_transformer_layers=[[3], [1]],
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    try:
+        return [_for_any_stage(count)(config, pp_rank=rank) for rank in range(2)] == [3, 1]
+    except Exception:  # noqa: BLE001 - it asks for more of the config: it is not that one
+        return False
 
 
 def _overlaps(original: Callable[..., int]) -> bool:
@@ -75,7 +105,9 @@ def _overlaps(original: Callable[..., int]) -> bool:
         return False
 
 
-def _for_any_stage(original: Callable[..., int], overlaps: bool = False) -> Callable[..., int]:
+def _for_any_stage(
+    original: Callable[..., int], overlaps: bool = False, listed: bool = False
+) -> Callable[..., int]:
     signature = inspect.signature(original)
     takes = frozenset(signature.parameters)
     by_config = "vp_stage" in takes  # whether there are virtual stages; before 0.13 by global state
@@ -90,6 +122,10 @@ def _for_any_stage(original: Callable[..., int], overlaps: bool = False) -> Call
     ) -> int:
         passed = {"vp_stage": vp_stage, "pp_rank": pp_rank}
         known = {k: v for k, v in passed.items() if k in takes} | kwargs
+        if listed and getattr(config, "pipeline_num_transformer_layers", None):
+            stage = _Stage(config, vp_stage, pp_rank)
+            virtual = stage.get_virtual_pipeline_model_parallel_rank() or 0
+            return placement(config).of(stage.rank, virtual)[0]
         if pp_rank is None and (vp_stage is None or "vp_stage" in takes):
             answer = original(config, *args, **known)
             return answer + _left_out(config, by_config) if overlaps else answer
@@ -216,17 +252,19 @@ PATCH = Patch(
         "and 0.14 take `vp_stage` but no `pp_rank`: callers written for 0.15 get a TypeError. "
         "Later releases take both, but ask a pipeline layout about their own rank. With virtual "
         "stages and only `num_layers_in_last_pipeline_stage`, the offsets of 0.12 and 0.13 "
-        "overlap: two layers of a model have the same number, and others are missing."
+        "overlap: two layers of a model have the same number, and others are missing. MindSpeed "
+        "replaces one or both by functions that take the config and nothing else."
     ),
     how=(
         "A wrapper that takes both, set wherever the helper is bound. Asked about another stage, "
         "the release's own code runs with `parallel_state` answering for that stage; no process "
         "group is needed then. Otherwise it is the original. Where a probe finds overlapping "
         "offsets they are corrected, also for the model that is built, as in Megatron 0.14 (its "
-        "pull request 1583)."
+        "pull request 1583). With MindSpeed's unaligned pipeline the offsets follow its list."
     ),
     upstream="https://github.com/volcengine/verl/pull/5298",
     remove_when="every supported release answers for any stage",
     needed=_needed,
     apply=_apply,
+    working=_right_for_others,
 )

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.ascend import is_of_mindspeed
 from replay_patch.patching import Patch, Transaction, chain
 from replay_patch.probe import Probe
 
@@ -16,15 +17,9 @@ _ROOT = f"{_MODULE}:TransformerConfig"
 def _needed(probe: Probe) -> tuple[bool, str]:
     own = vars(probe.find(_ROOT))
     for name in ("__init__", "__post_init__"):
-        if any(_of_mindspeed(function) for function in chain(own[name])):
+        if any(map(is_of_mindspeed, chain(own[name]))):
             return True, f"MindSpeed has wrapped TransformerConfig.{name}"
     return False, "a config is of the class that was called"
-
-
-def _of_mindspeed(function: Any) -> bool:
-    # functools.wraps copies __module__ from what is wrapped.
-    module = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(module).partition(".")[0] == "mindspeed"
 
 
 def _apply(transaction: Transaction) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch import activation
+from replay_patch.ascend import refuse_features
 from replay_patch.config import replay_enabled
 from replay_patch.errors import RouteError
 from replay_patch.patching import Patch, Transaction
@@ -27,6 +28,7 @@ def _guarding(original: Callable[..., None]) -> Callable[..., None]:
         if replay_enabled(self.config):
             activation.require_replay(f"{type(self).__name__} with routing replay on")
             refuse_unknown(type(self))
+            refuse_features(self.config)
 
     return __init__
 
@@ -67,7 +69,8 @@ PATCH = Patch(
     ),
     how=(
         "After `Router.__init__`, if the config has replay on: PatchNotActive unless all that "
-        "replay stands on is in place, RouteError for an unknown class."
+        "replay stands on is in place, RouteError for an unknown class, or for a feature of "
+        "MindSpeed's that is not replayed (docs/mindspeed.md)."
     ),
     upstream="none",
     remove_when="never: it is what makes a failed patch loud",

@@ -49,6 +49,14 @@ class Patch:
     arm: Callable[["Transaction"], None] | None = None
     """What has to be in place before any of `modules` is imported."""
 
+    working: Callable[[Probe], bool] | None = None
+    """Whether it still works where other code is around ours; None: it does."""
+
+    @property
+    def library(self) -> str:
+        """What is patched: "megatron", "mindspeed"."""
+        return self.modules[-1].partition(".")[0]
+
 
 @dataclass(frozen=True)
 class PatchState:
@@ -305,9 +313,11 @@ class Ledger:
             again = ""
             if self._states[name][0] == ACTIVE:
                 gone = transaction.lost()
-                if not gone:
+                if not gone and (patch.working is None or patch.working(self.probe)):
                     return
                 again = f"; reinstalled, because other code had replaced {', '.join(gone)}"
+                if not gone:
+                    again = "; reinstalled, because other code around it answered for it"
                 transaction.retire(self._armed[name])
             before = len(transaction.changes)
             try:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from replay_patch import activation, autograd, carried, position, routers
+from replay_patch.ascend import refuse_features
 from replay_patch.bound import SessionReplay, check_router
 from replay_patch.errors import RouteError
 from replay_patch.microbatch import Microbatch
@@ -148,6 +149,7 @@ class Session:
 
     def _enter(self, chunk: Any, index: int) -> Stage:
         config = chunk.config
+        refuse_features(config, chunk)
         found = routers.decoder_routers(chunk)
         self._check_layers(chunk, index, tuple(found))
         for router in found.values():

@@ -66,6 +66,7 @@ _STANDS_ON = {
     ),
 }
 _NEEDED = "needed:"
+_OF_MEGATRON = tuple(patch for patch in PATCHES if patch.library == "megatron")
 
 
 def watched() -> dict[str, tuple[str, ...]]:
@@ -74,7 +75,7 @@ def watched() -> dict[str, tuple[str, ...]]:
     Keys are `module:qualname`, `module:` (its classes), and `needed:patch` (whether it is needed).
     """
     out: dict[str, tuple[str, ...]] = {}
-    for patch in PATCHES:
+    for patch in _OF_MEGATRON:
         own = (f"{_NEEDED}{patch.name}", *patch.targets, *_STANDS_ON.get(patch.name, ()))
         for target in dict.fromkeys(own):
             out[target] = (*out.get(target, ()), patch.name)
@@ -113,7 +114,7 @@ def examine(
 def live() -> dict[str, Fingerprint]:
     """The fingerprint of everything `watched`, here. Imports Megatron; the plugin must be off."""
     out = {t: of_target(t) for t in watched() if not t.startswith(_NEEDED)}
-    return out | {f"{_NEEDED}{patch.name}": of_need(patch) for patch in PATCHES}
+    return out | {f"{_NEEDED}{patch.name}": of_need(patch) for patch in _OF_MEGATRON}
 
 
 def known_targets() -> dict[str, Any]:

@@ -35,7 +35,8 @@ def provide(package: str | None = None) -> None:
     elif importlib.util.find_spec("triton") is None:
         _covered.extend(_NEED_TRITON)
     if _covered and _TritonFreeFinder not in sys.meta_path:
-        sys.meta_path.insert(0, _TritonFreeFinder)
+        # Not first: wrapt's finder, which calls import hooks, has to see these modules, too.
+        sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), _TritonFreeFinder)
 
 
 _covered: list[str] = []
