@@ -142,8 +142,10 @@ def check_capture(where: Any = None) -> None:
     """Raise RouteError while a graph is being captured, on a GPU or an NPU."""
     # torch_npu's transfer_to_npu puts into torch.cuda what torch.npu has. What an older torch.npu
     # lacks stays torch.cuda's own, which raises in a torch without CUDA.
-    cuda = torch.cuda if torch.backends.cuda.is_built() else None
-    for accelerator in (cuda, getattr(torch, "npu", None)):
+    backends: Any = torch.backends
+    cuda = torch.cuda if backends.cuda.is_built() else None
+    accelerators: Any = (cuda, getattr(torch, "npu", None))
+    for accelerator in accelerators:
         capturing = getattr(accelerator, "is_current_stream_capturing", None)
         if capturing is not None and accelerator.is_initialized() and capturing():
             refuse(

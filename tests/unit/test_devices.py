@@ -21,7 +21,7 @@ SOURCES = [
 ]
 KINDS = ("cuda", "npu")
 ALLOWED = {
-    ("running.py", "torch.backends.cuda"): "check_capture: true or false in any torch",
+    ("running.py", "backends.cuda"): "check_capture: is_built() answers in any torch",
     ("running.py", "torch.cuda"): "check_capture: only in a torch that is built with CUDA",
     ("running.py", "'npu'"): "check_capture: only where torch_npu has put torch.npu",
 }
