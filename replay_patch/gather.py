@@ -1,8 +1,8 @@
 """From what each rank recorded to the routes of whole sequences, in all MoE layers.
 
 Two steps: over the tensor- and context-parallel ranks, which have other tokens of the same layers,
-and over the pipeline ranks, which have other layers of the same tokens. Bytes travel as int8, which
-gloo, NCCL and HCCL all have.
+and over the pipeline ranks, which have other layers of the same tokens. Sizes travel as int64 and
+bytes as int8, which gloo, NCCL and HCCL (on every chip: CANN's page of HcclAllGather) all gather.
 """
 
 from collections.abc import Sequence

@@ -56,7 +56,9 @@ class Rows:
         if group is None or group.size() == 1:
             return self.count
         if group not in self._totals:
-            total = self.count.clone()
+            # HCCL sums int64 slowly on Atlas A2, and only within one node on Ascend 950 (CANN's
+            # page of HcclAllReduce); int32 everywhere, as NCCL and gloo.
+            total = self.count.to(torch.int32)
             torch.distributed.all_reduce(total, group=group)
             self._totals[group] = total
         return self._totals[group]

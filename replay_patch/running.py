@@ -139,14 +139,20 @@ def check_selecting(router: Any, where: Any) -> None:
 
 
 def check_capture(where: Any = None) -> None:
-    """Raise RouteError while a CUDA graph is being captured."""
-    cuda: Any = torch.cuda
-    if cuda.is_initialized() and cuda.is_current_stream_capturing():
-        refuse(
-            "a CUDA graph is being captured around a replaying router",
-            "no graph: it would replay the ids of the capture for ever",
-            where,
-        )
+    """Raise RouteError while a graph is being captured, on a GPU or an NPU."""
+    # torch_npu's transfer_to_npu puts into torch.cuda what torch.npu has. What an older torch.npu
+    # lacks stays torch.cuda's own, which raises in a torch without CUDA.
+    backends: Any = torch.backends
+    cuda = torch.cuda if backends.cuda.is_built() else None
+    accelerators: Any = (cuda, getattr(torch, "npu", None))
+    for accelerator in accelerators:
+        capturing = getattr(accelerator, "is_current_stream_capturing", None)
+        if capturing is not None and accelerator.is_initialized() and capturing():
+            refuse(
+                "a CUDA or NPU graph is being captured around a replaying router",
+                "no graph: it would replay the ids of the capture for ever",
+                where,
+            )
 
 
 def note_gating(replay: Any) -> None:

@@ -3,7 +3,6 @@
 N values, any shape [...] of each; P places to fill.
 """
 
-import contextlib
 import math
 from typing import Any
 
@@ -88,9 +87,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy to the device that nothing waits for; the tensor itself on the host."""
     if device.type == "cpu":
         return tensor
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # not for this kind of device
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    try:
+        pinned = tensor.pin_memory()
+    except Exception:  # noqa: BLE001 - none for this kind of device, or none left: then it waits
+        # torch_npu would read memory that is not pinned later, when it is another tensor's.
+        return tensor.to(device)
+    return pinned.to(device, non_blocking=True)
 
 
 def inverse(rows: Tensor, count: int) -> Tensor:
