@@ -1,4 +1,5 @@
-"""Recompute by "block": layers that are not recomputed have the mask, too (0.16, 0.17)."""
+"""Recompute by "block": layers that are not recomputed have the mask, too (0.16, 0.17), and with
+MindSpeed's own recompute for 0.16 those that are."""
 
 import inspect
 from collections.abc import Callable
@@ -22,6 +23,15 @@ def _needed(probe: Probe) -> tuple[bool, str]:
     return not given, f"a layer that is not recomputed is given {'the' if given else 'no'} mask"
 
 
+class _Config:
+    """Everything else is off; MindSpeed's function asks for more than Megatron's."""
+
+    recompute_method, recompute_num_layers = "block", 0
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def _given_to_a_layer(function: Any) -> bool:
     """Whether a layer of a block, none of whose layers is recomputed, gets the block's mask."""
     import torch
@@ -33,9 +43,7 @@ def _given_to_a_layer(function: Any) -> bool:
         return hidden_states, None
 
     block = SimpleNamespace(
-        config=SimpleNamespace(
-            recompute_method="block", recompute_num_layers=0, fp8=None, fp4=None
-        ),
+        config=_Config(),
         num_layers_per_pipeline_rank=1,
         _get_layer=lambda _: layer,
     )
@@ -79,7 +87,7 @@ PATCH = Patch(
     why=(
         'With full recompute and `recompute_method="block"` the layers beyond '
         "`recompute_num_layers` run without the padding mask: their routers count padding, and "
-        "nothing says so."
+        "nothing says so. MindSpeed's replacement for 0.16 takes the mask and gives it to no layer."
     ),
     how=(
         "Where a call with a stand-in for the block shows it, the release's own code runs with "

@@ -32,6 +32,8 @@ class Check:
     """Patches without which it fails, on a release that needs them."""
     ranks: int
     """Processes it runs on."""
+    mindspeed: bool
+    """Whether it is one of MindSpeed, and run where that is only."""
     run: Callable[[], None]
 
 
@@ -40,7 +42,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    name: str, *, patches: tuple[str, ...] = (), ranks: int = 1
+    name: str, *, patches: tuple[str, ...] = (), ranks: int = 1, mindspeed: bool = False
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Register a function as the check `name`; its docstring is the sentence it proves.
 
@@ -52,13 +54,14 @@ def check(
         patches: those without which it fails where they are needed. A test leaves out each patch
             in turn, and wants exactly the checks that name it to turn red.
         ranks: processes that it starts with `ranks.launch`, if more than one.
+        mindspeed: it is of MindSpeed.
     """
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         if name in CHECKS or not function.__doc__:
             raise ValueError(f"check {name!r} is registered twice, or has no docstring")
         sentence = " ".join(function.__doc__.split())
-        CHECKS[name] = Check(name, sentence, patches, ranks, function)
+        CHECKS[name] = Check(name, sentence, patches, ranks, mindspeed, function)
         return function
 
     return register

@@ -130,7 +130,8 @@ class _Run:
     ) -> None:
         self.env, self.asked = env, env.megatron
         self.drift: list[dict[str, str]] = []
-        self._checks, self._jobs, self._timeout, self._say = checks, jobs, timeout, say
+        self._checks = [check for check in checks if env.mindspeed or not check.mindspeed]
+        self._jobs, self._timeout, self._say = jobs, timeout, say
         self._cells: dict[str, Cell] = {}
         self._problem = env.problem
         self._process: subprocess.Popen[str] | None = None

@@ -134,13 +134,17 @@ def run_schedule(
 
 
 @contextlib.contextmanager
-def refused(what: str, error: type[Exception] = ReplayPatchError) -> Iterator[None]:
-    """AssertionError unless the block raises the error."""
+def refused(
+    what: str, error: type[Exception] = ReplayPatchError, named: str = ""
+) -> Iterator[None]:
+    """AssertionError unless the block raises the error, with a message that has `named` in it."""
     try:
         yield
-    except error:
-        return
-    raise AssertionError(f"{what} is accepted; expected a {error.__name__}")
+    except error as raised:
+        said = str(raised)
+    else:
+        raise AssertionError(f"{what} is accepted; expected a {error.__name__}")
+    assert named in said, f"{what} is refused without saying {named!r}: {said}"
 
 
 def same_map(expected: Any, found: Any, where: str) -> None:

@@ -1,0 +1,240 @@
+"""Checks with MindSpeed: they are run where there is one, and not shown elsewhere."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from replay_patch.matrix.checks import padding, routing, schedules, tools
+from replay_patch.matrix.registry import REPLAY, Skip, check
+
+_PP2 = {"pipeline_model_parallel_size": 2}
+
+
+@check("npu-repatch", patches=("repatch",), mindspeed=True)
+def npu_repatch() -> None:
+    """After `repatch()`, again and again, and after MindSpeed took its patches back and applied
+    them, every patch is in place and a schedule records and replays."""
+    _repatch()
+    _in_place("repatch()")
+    _repatch(moe_router_fusion=False)
+    _in_place("a second repatch()")
+    from mindspeed.patch_utils import MindSpeedPatchesManager
+
+    MindSpeedPatchesManager.remove_patches()
+    _in_place("remove_patches()")
+    _repatch()
+    MindSpeedPatchesManager.apply_patches()
+    _in_place("apply_patches()")
+    schedules.schedule()
+
+
+@check("npu-unaligned", patches=("layer_helpers", "repatch", *REPLAY), ranks=2, mindspeed=True)
+def npu_unaligned() -> None:
+    """With MindSpeed's unaligned pipeline (`pipeline_num_transformer_layers`), the helpers answer
+    for every stage, the model's layers have the numbers of the list, and a schedule replays."""
+    for listed, virtual in (([[2], [1]], None), ([[2, 1], [1, 1]], 2)):
+        _repatch(pipeline_num_transformer_layers=listed, **_PP2)
+        options: dict[str, Any] = {"num_layers": sum(map(sum, listed))} | _PP2
+        if virtual:
+            from replay_patch.matrix import tiny
+
+            options |= {"virtual_pipeline_model_parallel_size": virtual, **tiny.VPP_P2P}
+        tools.on_ranks(_unaligned_rank, **options)
+
+
+def _unaligned_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    schedules._rank(rank, world, init_file, options)
+    config = tools.config(**options)
+    before, stages = 0, options.get("virtual_pipeline_model_parallel_size")
+    for vp_stage in [None] if stages is None else range(stages):
+        for pp_rank, counts in enumerate(config.pipeline_num_transformer_layers):
+            where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+            helpers = (get_transformer_layer_offset, get_num_layers_to_build)
+            found = tuple(helper(config, **where) for helper in helpers)
+            expected = before, counts[vp_stage or 0]
+            assert found == expected, f"{where}: (offset, layers) is {found}, expected {expected}"
+            before += expected[1]
+
+
+@check("npu-noop-layers", patches=REPLAY, ranks=2, mindspeed=True)
+def npu_noop_layers() -> None:
+    """With MindSpeed's no-op layers, which have numbers and no router, a model's routers are in the
+    layers that `local_layers` says, and a schedule replays."""
+    from replay_patch.matrix.ranks import launch
+
+    options = {"num_layers": 4} | _PP2
+    _repatch(noop_layers="0,3", **options)
+    assert launch(_noop_rank, 2, (options,)) == [(2,), (3,)]
+    try:
+        tools.on_ranks(schedules._rank, **options)
+    except RuntimeError as error:
+        if "NoopTransformerLayer.forward() got an unexpected" not in str(error):
+            raise
+        why = "this MindSpeed's no-op layer does not take what this Megatron gives to a layer"
+        raise Skip(f"the layer map is right; {why}") from None
+
+
+def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tuple[int, ...]:
+    import replay_patch
+    from replay_patch import routers
+    from replay_patch.matrix import tiny
+
+    tiny.init(world, rank, init_file, **tools.group_sizes(options))
+    config = tools.config(**options)
+    found = tuple(routers.decoder_routers(tiny.model_chunks(config)[0]))
+    said = replay_patch.local_layers(config)
+    assert found == said, f"rank {rank}: routers in the layers {found}, local_layers says {said}"
+    return found
+
+
+@check("npu-capacity", patches=REPLAY, mindspeed=True)
+def npu_capacity() -> None:
+    """Where MindSpeed replaces the top-k function for a capacity factor, routers replay as with
+    Megatron's."""
+    _repatch(moe_expert_capacity_factor=1.0)
+    _arguments(moe_expert_capacity_factor=None)  # else it is every config's
+    routing.replay()
+
+
+@check("npu-block-recompute", patches=REPLAY, mindspeed=True)
+def npu_block_recompute() -> None:
+    """MindSpeed's own block recompute sees the experts of its forward, and gives the gradients of a
+    run without recompute, bitwise."""
+    from replay_patch.matrix import tiny
+
+    _repatch(recompute_method="block")
+    _arguments(recompute_method=None)
+    tiny.init()
+    block = {"recompute_granularity": "full", "recompute_method": "block"}
+    reference, calls = routing._train({})
+    tiny.clear_aux_tracker()
+    with _may_not_fit("transformer_block_checkpointed_forward()"):
+        gradients, again = routing._train(block | {"recompute_num_layers": 2})
+    assert (calls, again) == (2, 4), f"two routers ran {calls} times, and {again} with recompute"
+    for name, gradient in reference.items():
+        tools.same_bits(gradient, gradients[name], f"gradient of {name}")
+
+
+@check("npu-block-mask", patches=("block_recompute_mask",), mindspeed=True)
+def npu_block_mask() -> None:
+    """MindSpeed's own block recompute sees the padding mask of its forward, too."""
+    _repatch(recompute_method="block")
+    _arguments(recompute_method=None)
+    with _may_not_fit("transformer_block_checkpointed_forward()"):
+        padding.block_recompute()
+
+
+@check("npu-tp-extend-ep", patches=REPLAY, ranks=2, mindspeed=True)
+def npu_tp_extend_ep() -> None:
+    """With `tp_extend_ep`, whose routing sees the tokens of all tensor-parallel ranks, routers on
+    two of them record and replay each its own rows. (Its experts are NPU kernels.)"""
+    from replay_patch.probe import Probe
+
+    place = "megatron.core.transformer.moe.router:TopKRouter.routing"
+    if "topk_softmax_with_capacity" not in Probe().find(place).__code__.co_names:
+        raise Skip("its routing calls a top-k function that this Megatron does not have")
+    options = {"moe_token_dispatcher_type": "alltoall_seq", "moe_tp_extend_ep": True}
+    options |= {"moe_permutation_async_comm": True, "moe_grouped_gemm": True}
+    _repatch(num_experts=tools.EXPERTS, **options)
+    replaced = Probe().find(place).__name__
+    assert replaced == "routing_tp_extend_ep", f"TopKRouter.routing is {replaced}"
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    tools.on_ranks(_routers_rank, num_layers=2, **sizes, **options)
+
+
+def _routers_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
+    import torch
+
+    import replay_patch
+    from replay_patch.matrix import tiny
+
+    tiny.init(world, rank, init_file, **tools.group_sizes(options))
+    config = tools.config(replay=False, **options)
+
+    class Routers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+            made = [tiny.router(config, number) for number in (1, 2)]
+            self.routers = torch.nn.ModuleList(made)
+
+        def forward(self, hidden: Any) -> Any:
+            return [router(hidden) for router in self.routers]
+
+    chunk, layout = Routers(), schedules._layout(config)
+    rows = tools.SEQUENCE // world
+    hidden = tools.hidden_states()[rank * rows : (rank + 1) * rows]
+    with replay_patch.recording(chunk) as record:
+        record.load(chunk, layout)
+        native = [routing_map for _, routing_map in chunk(hidden)]
+    given = schedules._other_routes((1, 2))[: len(schedules.LENGTHS)]
+    with replay_patch.replaying(chunk) as replay:
+        replay.load(chunk, given, layout)
+        found = [routing_map for _, routing_map in chunk(hidden)]
+    for what, routes, maps in (("recorded", record.routes(), native), ("replayed", given, found)):
+        for number, routing_map in enumerate(maps, start=1):
+            wanted = schedules._maps(routes, 0, number, layout)
+            real = wanted.any(1)
+            assert real.any(), f"rank {rank}: no row has a route"
+            tools.same_map(wanted[real], routing_map[real], f"{what}, rank {rank}, layer {number}")
+
+
+@check("npu-refusals", patches=("router_guard",), mindspeed=True)
+def npu_refusals() -> None:
+    """Each feature of MindSpeed's that replay cannot work with, or was not tested with, is refused
+    by name: when a router with replay on is built, and when a session begins."""
+    import replay_patch
+    from replay_patch import RouteError, ascend
+    from replay_patch.matrix import tiny
+
+    tiny.init()
+    model = tiny.gpt_model(tools.config(replay=False))
+    config = tools.config()
+    for feature in ascend.REFUSED:
+        for option in feature.options:
+            argument = option.strip("-").replace("-", "_")
+            before = getattr(config, argument, None)
+            for held in (model.config, config):
+                setattr(held, argument, feature.value or True)
+            with tools.refused(f"a session with {option}", RouteError, option):
+                replay_patch.recording(model).__enter__()
+            with tools.refused(f"a router with {option}", RouteError, option):
+                tiny.router(config)
+            for held in (model.config, config):
+                setattr(held, argument, before)
+    with replay_patch.recording(model):  # with all of them off
+        pass
+
+
+def _repatch(**arguments: Any) -> None:
+    from replay_patch.matrix import npu
+
+    if not npu.repatch(**arguments):
+        raise Skip("this MindSpeed has no repatch: its features are chosen on a command line")
+
+
+@contextlib.contextmanager
+def _may_not_fit(function: str) -> Iterator[None]:
+    """Skip if MindSpeed's function does not take what this Megatron gives it."""
+    try:
+        yield
+    except TypeError as error:
+        if f"{function} got an unexpected keyword argument" not in str(error):
+            raise
+        raise Skip(f"this MindSpeed does not fit this Megatron: {error}") from None
+
+
+def _arguments(**arguments: Any) -> None:
+    from replay_patch.matrix import npu
+
+    vars(npu.mindspeed_args()).update(arguments)
+
+
+def _in_place(after: str) -> None:
+    import replay_patch
+
+    wrong = replay_patch.status().problems
+    assert not wrong, f"after {after}: {wrong}"
