@@ -1,7 +1,7 @@
 """Checks with MindSpeed: they are run where there is one, and not shown elsewhere."""
 
-import contextlib
-from collections.abc import Iterator
+import functools
+import types
 from typing import Any
 
 from replay_patch.matrix.checks import padding, routing, schedules, tools
@@ -26,6 +26,72 @@ def npu_repatch() -> None:
     MindSpeedPatchesManager.apply_patches()
     _in_place("apply_patches()")
     schedules.schedule()
+
+
+@check("npu-targets", patches=("repatch",), mindspeed=True)
+def npu_targets() -> None:
+    """Each function that a patch changes may be replaced by MindSpeed, by one of the same code, and
+    wrapped: afterwards ours is there, MindSpeed's is called by it, and a schedule replays."""
+    from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
+
+    from replay_patch.patches import PATCHES
+    from replay_patch.patching import chain
+    from replay_patch.probe import Probe
+
+    def live(target: str) -> Any:
+        found = Probe().find(target)
+        return getattr(found, "__func__", found)
+
+    here = [p for p in PATCHES if p.library == "megatron"]
+    targets = dict.fromkeys(t for p in here for t in p.targets if _is_ours(live(t)))
+    targets = {t: None for t in targets if not _is_ours([*chain(live(t))][-1])}  # not an addition
+    assert len(targets) > 10, f"the plugin changes {list(targets)} only"
+    states = _states()
+    theirs: dict[str, Any] = {}
+    for target in targets:
+        original = [*chain(live(target))][-1]
+        theirs[target] = types.FunctionType(
+            original.__code__,
+            original.__globals__,
+            "of_mindspeed",
+            original.__defaults__,
+            original.__closure__,
+        )
+        theirs[target].__kwdefaults__ = original.__kwdefaults__
+        dotted = target.replace(":", ".")
+        taken = getattr(Manager.patches_info.get(dotted), "patch_func", None)
+        Manager.register_patch(dotted, theirs[target], force_patch=taken is not None)
+    for number in range(2):
+        Manager.apply_patches()
+        _in_place(f"replacing, and {number} wrappers")
+        changed = {k: (v, _states()[k]) for k, v in states.items() if v != _states()[k]}
+        assert not changed, f"states (before, now): {changed}"
+        for target in targets:
+            found = [*chain(live(target))]
+            assert any(map(_is_ours, found)), f"{target} is no longer ours"
+            # Importers bind one function under several targets: the last replacement has them all.
+            assert found[-1] in theirs.values(), f"ours at {target} calls {found[-1]}"
+            Manager.register_patch(target.replace(":", "."), _passing_wrapper)
+    schedules.schedule()
+
+
+def _passing_wrapper(function: Any) -> Any:
+    @functools.wraps(function)
+    def passing(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return passing
+
+
+def _is_ours(function: Any) -> bool:
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return "replay_patch" in file and "matrix" not in file
+
+
+def _states() -> dict[str, str]:
+    import replay_patch
+
+    return {patch.name: patch.state for patch in replay_patch.status().patches}
 
 
 @check("npu-unaligned", patches=("layer_helpers", "repatch", *REPLAY), ranks=2, mindspeed=True)
@@ -68,13 +134,8 @@ def npu_noop_layers() -> None:
     options = {"num_layers": 4} | _PP2
     _repatch(noop_layers="0,3", **options)
     assert launch(_noop_rank, 2, (options,)) == [(2,), (3,)]
-    try:
+    with tools.mindspeed_may_fail("NoopTransformerLayer.forward() got an"):  # the map was right
         tools.on_ranks(schedules._rank, **options)
-    except RuntimeError as error:
-        if "NoopTransformerLayer.forward() got an unexpected" not in str(error):
-            raise
-        why = "this MindSpeed's no-op layer does not take what this Megatron gives to a layer"
-        raise Skip(f"the layer map is right; {why}") from None
 
 
 def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tuple[int, ...]:
@@ -111,7 +172,7 @@ def npu_block_recompute() -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block"}
     reference, calls = routing._train({})
     tiny.clear_aux_tracker()
-    with _may_not_fit("transformer_block_checkpointed_forward()"):
+    with tools.mindspeed_may_fail("transformer_block_checkpointed_forward() got an"):
         gradients, again = routing._train(block | {"recompute_num_layers": 2})
     assert (calls, again) == (2, 4), f"two routers ran {calls} times, and {again} with recompute"
     for name, gradient in reference.items():
@@ -123,7 +184,7 @@ def npu_block_mask() -> None:
     """MindSpeed's own block recompute sees the padding mask of its forward, too."""
     _repatch(recompute_method="block")
     _arguments(recompute_method=None)
-    with _may_not_fit("transformer_block_checkpointed_forward()"):
+    with tools.mindspeed_may_fail("transformer_block_checkpointed_forward() got an"):
         padding.block_recompute()
 
 
@@ -214,17 +275,6 @@ def _repatch(**arguments: Any) -> None:
 
     if not npu.repatch(**arguments):
         raise Skip("this MindSpeed has no repatch: its features are chosen on a command line")
-
-
-@contextlib.contextmanager
-def _may_not_fit(function: str) -> Iterator[None]:
-    """Skip if MindSpeed's function does not take what this Megatron gives it."""
-    try:
-        yield
-    except TypeError as error:
-        if f"{function} got an unexpected keyword argument" not in str(error):
-            raise
-        raise Skip(f"this MindSpeed does not fit this Megatron: {error}") from None
 
 
 def _arguments(**arguments: Any) -> None:

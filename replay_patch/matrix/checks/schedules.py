@@ -70,7 +70,8 @@ def tp_sp() -> None:
 @check("cp", patches=REPLAY, ranks=2)
 def cp() -> None:
     """The same on two context-parallel ranks, zigzag."""
-    tools.on_ranks(_rank, context_parallel_size=2)
+    with tools.mindspeed_may_fail("Unsupported CP capability"):
+        tools.on_ranks(_rank, context_parallel_size=2)
 
 
 @check("pp", patches=REPLAY, ranks=2)
