@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.ascend import is_of_mindspeed
+from replay_patch.config import REPLAY_FIELDS
 from replay_patch.patching import Patch, Transaction, chain
 from replay_patch.probe import Probe
 
@@ -33,7 +34,9 @@ def _completing(original: Callable[..., None]) -> Callable[..., None]:
         arguments = getattr(sys.modules.get("mindspeed.args_utils"), "get_full_args", None)
         if arguments is not None:  # 2.1 adds its arguments here, and to every config
             for name, value in vars(arguments()).items():
-                if not hasattr(self, name):
+                # A replay flag that was not given is the default of the class.
+                lacks = name not in vars(self) if name in REPLAY_FIELDS else not hasattr(self, name)
+                if lacks:
                     setattr(self, name, value)
         original(self)
         if _is_rebuilt(type(self)):

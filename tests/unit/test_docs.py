@@ -13,6 +13,13 @@ from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import TESTED_RELEASES
 
 ROOT = Path(__file__).parents[2]
+OF_MEGATRON = [name for name, check in CHECKS.items() if not check.mindspeed]
+BRANCHES = [
+    *(f"{version}_core_r0.12.1" for version in ("2.1.0", "2.2.0", "2.3.0", "26.0.0", "26.1.0")),
+    *(f"core_r{version}" for version in ("0.14.0", "0.15.3", "0.16.0", "0.17.0", "0.18.0")),
+    "master",
+]
+MINDSPEED = json.loads((ROOT / "supported_mindspeed.json").read_text())
 SUPPORTED = json.loads((ROOT / "supported_versions.json").read_text())
 
 
@@ -32,7 +39,33 @@ def test_the_readmes_table_is_made_from_supported_versions() -> None:
 def test_supported_versions_are_of_every_check_and_tested_release() -> None:
     assert list(SUPPORTED["releases"]) == list(TESTED_RELEASES)
     for found in SUPPORTED["releases"].values():
+        assert sorted([*found["pass"], *found["skip"]]) == sorted(OF_MEGATRON)
+
+
+def test_the_mindspeed_page_is_made_from_its_results_and_the_refused_features() -> None:
+    page = (ROOT / "docs" / "mindspeed.md").read_text()
+
+    assert docs.with_mindspeed(page, MINDSPEED) == page
+    less = copy.deepcopy(MINDSPEED)
+    less["branches"]["core_r0.15.3"]["pass"].remove("replay")
+    assert docs.with_mindspeed(page, less) != page
+
+
+def test_mindspeed_results_are_of_every_check_on_every_branch() -> None:
+    assert list(MINDSPEED["branches"]) == BRANCHES
+    for found in MINDSPEED["branches"].values():
         assert sorted([*found["pass"], *found["skip"]]) == sorted(CHECKS)
+
+
+def test_mindspeed_targets_are_read_from_its_code(tmp_path: Path) -> None:
+    package = tmp_path / "mindspeed" / "features"
+    package.mkdir(parents=True)
+    place = "megatron.core.transformer.transformer_config.TransformerConfig.__post_init__"
+    lines = ["def register(manager):", f"    manager.register_patch({place!r}, None)"]
+    lines += ["    manager.register_patch('megatron.core.jit.x', None)"]
+    (package / "one.py").write_text("\n".join(lines))
+
+    assert docs.mindspeed_targets(tmp_path) == {place}
 
 
 def test_the_workflow_in_the_docs_is_our_own() -> None:
@@ -45,14 +78,14 @@ def full_run() -> dict[str, Any]:
     cells = [
         {"megatron": r, "mindspeed": None, "check": c, "status": "pass", "detail": ""}
         for r in TESTED_RELEASES
-        for c in CHECKS
+        for c in OF_MEGATRON
     ]
     return {"cells": cells}
 
 
 def test_supported_versions_come_from_a_full_green_run_only() -> None:
     matrix = full_run()
-    assert docs.supported(matrix)["releases"]["0.12.1"]["pass"] == list(CHECKS)
+    assert docs.supported(matrix)["releases"]["0.12.1"]["pass"] == OF_MEGATRON
 
     matrix["cells"][3]["status"] = "fail"
     with pytest.raises(ReplayPatchError, match="1 cells are red"):
