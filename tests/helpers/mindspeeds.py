@@ -24,15 +24,21 @@ _STANDIN = _TESTS / "standins"
 _NPU = Path(replay_patch.__file__).parent / "matrix" / "standins"  # torch_npu and the like
 
 
-@functools.cache
 def ask(mindspeed: str, script: str, *args: str, plugin: bool = False) -> Any:
-    """Run a script of tests/on_mindspeed; returns what it prints last.
+    """Run a script of tests/on_mindspeed, once; returns what it prints last.
 
     Args:
         mindspeed: "real", or "stand-in" and the words by which it differs.
         args: of the script.
         plugin: whether the plugin is active from the import of torch on.
     """
+    done = _run(mindspeed, script, *args, plugin=plugin)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@functools.cache
+def _run(mindspeed: str, script: str, *args: str, plugin: bool) -> subprocess.CompletedProcess[str]:
     kind, _, words = mindspeed.partition(" ")
     env = fresh.clean_environ()
     path = [REAL if kind == "real" else str(_STANDIN), str(_NPU), env.get("PYTHONPATH")]
@@ -44,6 +50,4 @@ def ask(mindspeed: str, script: str, *args: str, plugin: bool = False) -> Any:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
     }
     command = [sys.executable, "-W", "ignore", str(_SCRIPTS / script), *args]
-    done = subprocess.run(command, env=env, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return subprocess.run(command, env=env, text=True, capture_output=True)
