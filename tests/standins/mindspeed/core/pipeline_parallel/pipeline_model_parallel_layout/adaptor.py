@@ -10,10 +10,12 @@ from megatron.core import parallel_state
 def get_num_layers_to_build_wrapper(fn: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(fn)
     def wrapper(config: Any, *args: Any, **kwargs: Any) -> int:
-        if _layout(config) is None:
+        layout = _layout(config)
+        if layout is None:
             return fn(config, *args, **kwargs)
-        rank, virtual = _stage()
-        return _decoders(_layout(config)[rank][virtual])
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        virtual = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+        return _decoders(layout[rank][virtual])
 
     return wrapper
 
@@ -24,7 +26,8 @@ def get_transformer_layer_offset_wrapper(fn: Callable[..., int]) -> Callable[...
         layout = _layout(config)
         if layout is None:
             return fn(config, *args, **kwargs)
-        rank, virtual = _stage()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        virtual = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
         order = [(v, r) for v in range(len(layout[0])) for r in range(len(layout))]
         before = order[: order.index((virtual, rank))]
         return sum(_decoders(layout[r][v]) for v, r in before)
@@ -40,8 +43,3 @@ def _layout(config: Any) -> Any:
 
 def _decoders(layers: Any) -> int:
     return sum(getattr(layer, "name", layer) == "decoder" for layer in layers)
-
-
-def _stage() -> tuple[int, int]:
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
-    return parallel_state.get_pipeline_model_parallel_rank(), virtual

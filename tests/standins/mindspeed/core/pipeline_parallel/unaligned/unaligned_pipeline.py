@@ -9,19 +9,16 @@ from megatron.core import parallel_state
 
 
 def get_num_layers_to_build_unaligned(config: Any) -> int:
-    rank, virtual = _stage()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
     layers: int = config.pipeline_num_transformer_layers[rank][virtual]
     return layers
 
 
 def get_layer_offset_unaligned(config: Any) -> int:
     """Of the first virtual stages come all ranks, then of the second."""
-    rank, virtual = _stage()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
     table = config.pipeline_num_transformer_layers
     order = [(v, r) for v in range(len(table[0])) for r in range(len(table))]
     return sum(table[r][v] for v, r in order[: order.index((virtual, rank))])
-
-
-def _stage() -> tuple[int, int]:
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
-    return parallel_state.get_pipeline_model_parallel_rank(), virtual
