@@ -143,7 +143,7 @@ def report(runs: Sequence[Run], results: Sequence[tuple[int, str]]) -> int:
             counts["failed"] = counts.get("failed", 0) + counts.pop("error", 0) or 1
         for word, n in counts.items():
             total[word] = total.get(word, 0) + n
-        print(f"{run!s:40}{', '.join(f'{n} {word}' for word, n in counts.items())}")
+        print(f"{run!s:40} {', '.join(f'{n} {word}' for word, n in counts.items())}")
     skipped = f", {total['skipped']} skipped" if total.get("skipped") else ""
     print(f"{total.get('passed', 0)} passed, {total.get('failed', 0)} failed{skipped}")
     return 1 if any(code for code, _ in results) else 0

@@ -7,11 +7,12 @@ from common import SIZES, config_class, helper, import_megatron, on_stage, repor
 
 
 def main() -> dict[str, Any]:
-    from replay_patch.matrix import cpu, npu
+    from replay_patch.matrix import cpu, npu, tiny
 
     cpu.install()
     npu.adapt()
     import_megatron()
+    tiny.init()
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
