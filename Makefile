@@ -22,7 +22,7 @@ test: setup
 	$(BIN)/python tests/run.py $(if $(RELEASES),--releases $(RELEASES))
 
 # make test-mindspeed MINDSPEED_PATH=/dir [MEGATRON=0.12.1 or a folder that holds megatron/]
-# MindSpeed for core 0.16 and later, and 26.x, need the folder of a Megatron-LM checkout.
+# MindSpeed 2.1, 26.x and master need the folder of a Megatron-LM checkout.
 test-mindspeed: setup
 	@test -n "$(MINDSPEED_PATH)" || { echo "MINDSPEED_PATH=/dir names a MindSpeed checkout"; exit 2; }
 	$(BIN)/python tests/run.py --mindspeed $(MINDSPEED_PATH)$(if $(MEGATRON),=$(MEGATRON))
