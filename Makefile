@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RELEASES ?=
 
-.PHONY: setup demo test matrix lint docs bench clean
+.PHONY: setup demo test test-mindspeed matrix lint docs bench clean
 
 setup: $(BIN)/.installed
 
@@ -20,6 +20,12 @@ demo: setup
 
 test: setup
 	$(BIN)/python tests/run.py $(if $(RELEASES),--releases $(RELEASES))
+
+# make test-mindspeed MINDSPEED_PATH=/dir [MEGATRON=0.12.1 or a folder that holds megatron/]
+# MindSpeed 2.1, 26.x and master need the folder of a Megatron-LM checkout.
+test-mindspeed: setup
+	@test -n "$(MINDSPEED_PATH)" || { echo "MINDSPEED_PATH=/dir names a MindSpeed checkout"; exit 2; }
+	$(BIN)/python tests/run.py --mindspeed $(MINDSPEED_PATH)$(if $(MEGATRON),=$(MEGATRON))
 
 # Every check on every tested release (minutes), and what is made from the result.
 matrix: setup

@@ -1,6 +1,7 @@
 """Run all tests: those without Megatron, and the others on each Megatron-core release.
 
     python tests/run.py [--releases 0.12.1,0.19.2 | all] [--jobs 2] [-- pytest arguments]
+    python tests/run.py --mindspeed DIR[=MEGATRON]    # only the tests beside MindSpeed, also on it
 
 They run on the checkout (an editable install); the unit tests and `release` on one release also on
 the wheel built from it. Releases are downloaded once into the cache of
@@ -23,6 +24,7 @@ from pathlib import Path
 from helpers import venvs
 
 from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, environment
+from replay_patch.matrix.planning import Environment, plan
 
 TESTS = Path(__file__).parent.absolute()
 ROOT = TESTS.parent
@@ -37,6 +39,7 @@ DEFAULT_RELEASES = (  # the oldest, and the newest patch of each minor release
     "0.18.2",
     "0.19.2",
 )
+WITH_MINDSPEED = ("0.12.3", "0.18.2")  # the oldest and the newest minor that a MindSpeed is for
 COUNTS = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
 
 
@@ -47,9 +50,11 @@ class Run:
     folder: str
     release: str | None = None
     wheel: Path | None = None  # the Python that has the wheel, in place of this one
+    beside: Environment | None = None  # a MindSpeed checkout, with the Megatron to use
 
     def __str__(self) -> str:
         release = f" on megatron-core {self.release}" if self.release else ""
+        release += f" on {self.beside}" if self.beside else ""
         return self.folder + release + (" (wheel)" if self.wheel else "")
 
 
@@ -58,7 +63,14 @@ def main() -> int:
     parser.add_argument("--releases", default=",".join(DEFAULT_RELEASES))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("pytest", nargs="*", help="arguments for every pytest")
+    parser.add_argument("--mindspeed", metavar="DIR[=MEGATRON]", help="see `make test-mindspeed`")
     args = parser.parse_args()
+    if args.mindspeed:
+        [beside] = plan(mindspeed_paths=[args.mindspeed])
+        if beside.problem:
+            parser.error(beside.problem)
+        run = Run("on_mindspeed", beside=beside)
+        return report([run], [run_pytest(run, args.pytest)])
     releases = TESTED_RELEASES if args.releases == "all" else args.releases.split(",")
 
     for release in {*releases, NEWEST}:  # one after the other: downloads show their own errors
@@ -71,6 +83,7 @@ def main() -> int:
         for release in sorted(releases, key=lambda r: r not in (TESTED_RELEASES[0], NEWEST)):
             # These two first: they take longest (test_orders).
             runs += [Run(folder, release) for folder in ("release", "distributed")]
+        runs += [Run("on_mindspeed", release) for release in releases if release in WITH_MINDSPEED]
         with ThreadPoolExecutor(args.jobs) as pool:
             results = list(pool.map(lambda run: run_pytest(run, args.pytest), runs))
     return report(runs, results)
@@ -90,6 +103,11 @@ def run_pytest(run: Run, extra: Sequence[str]) -> tuple[int, str]:
     otherwise come first on the path and hide the wheel."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("REPLAY_PATCH")}
     path = [str(environment(run.release))] if run.release else []
+    if run.beside:
+        path = [str(run.beside.path)]
+        env["MINDSPEED_PATH"] = str(run.beside.mindspeed_path)
+    else:
+        env.pop("MINDSPEED_PATH", None)
     path += filter(None, [env.get("PYTHONPATH")])
     env["PYTHONPATH"] = os.pathsep.join(path)
     env["TESTED_INSTALLATION"] = str(run.wheel.parents[1] if run.wheel else ROOT)
@@ -125,7 +143,7 @@ def report(runs: Sequence[Run], results: Sequence[tuple[int, str]]) -> int:
             counts["failed"] = counts.get("failed", 0) + counts.pop("error", 0) or 1
         for word, n in counts.items():
             total[word] = total.get(word, 0) + n
-        print(f"{run!s:40}{', '.join(f'{n} {word}' for word, n in counts.items())}")
+        print(f"{run!s:40} {', '.join(f'{n} {word}' for word, n in counts.items())}")
     skipped = f", {total['skipped']} skipped" if total.get("skipped") else ""
     print(f"{total.get('passed', 0)} passed, {total.get('failed', 0)} failed{skipped}")
     return 1 if any(code for code, _ in results) else 0

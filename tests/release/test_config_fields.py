@@ -1,5 +1,6 @@
 """The config fields on TransformerConfig, MLATransformerConfig and subclasses of every kind."""
 
+import argparse
 import copy
 import dataclasses
 import inspect
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from helpers import fresh
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from standins import mindspeed_config
+from standins.mindspeed.core.megatron_basic import arguments_basic
 
 import replay_patch
 from replay_patch.config import replay_enabled, router_fusion
@@ -197,17 +198,22 @@ print(json.dumps([same, list(replay_patch.status().problems)]))
     ]
 
 
-def test_mindspeed_rebuilding_the_class_of_every_config() -> None:
+@pytest.fixture
+def mindspeed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """MindSpeed (a stand-in) around the root's `__init__`; returns its arguments, to be filled."""
+    arguments = argparse.Namespace()
+    monkeypatch.setattr(arguments_basic, "get_full_args", lambda: arguments)
+    wrapped = arguments_basic.transformer_config_init_wrapper(TransformerConfig.__init__)
+    monkeypatch.setattr(TransformerConfig, "__init__", wrapped)
+    return vars(arguments)
+
+
+def test_mindspeed_rebuilding_the_class_of_every_config(mindspeed: dict[str, Any]) -> None:
     """Cases 3 and D2: a value must survive, and the class of a config is not what it was."""
-    original = TransformerConfig.__init__
-    try:
-        TransformerConfig.__init__ = mindspeed_config.init_wrapper(
-            original, {"use_flash_attn": True}
-        )
-        config = TransformerConfig(**SIZES, enable_routing_replay=True)
-        plain = TransformerConfig(**SIZES)
-    finally:
-        TransformerConfig.__init__ = original
+    mindspeed["use_flash_attn"] = True
+
+    config = TransformerConfig(**SIZES, enable_routing_replay=True)
+    plain = TransformerConfig(**SIZES)
 
     assert type(config) is not TransformerConfig
     assert config.use_flash_attn is True
@@ -215,16 +221,11 @@ def test_mindspeed_rebuilding_the_class_of_every_config() -> None:
     assert not replay_enabled(plain)
 
 
-def test_mindspeed_in_front_of_us_with_the_flag_on_its_command_line() -> None:
-    original = TransformerConfig.__init__
-    try:
-        TransformerConfig.__init__ = mindspeed_config.init_wrapper(
-            original, {"enable_routing_replay": "false"}
-        )
-        off = TransformerConfig(**SIZES)
-        on = TransformerConfig(**SIZES, enable_routing_replay=True)
-    finally:
-        TransformerConfig.__init__ = original
+def test_mindspeed_with_the_flag_on_its_command_line(mindspeed: dict[str, Any]) -> None:
+    mindspeed["enable_routing_replay"] = "false"
+
+    off = TransformerConfig(**SIZES)
+    on = TransformerConfig(**SIZES, enable_routing_replay=True)
 
     assert not replay_enabled(off)
     assert replay_enabled(on)
