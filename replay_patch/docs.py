@@ -115,8 +115,7 @@ def supported_mindspeed(matrix: dict[str, Any], checkouts: list[Path]) -> dict[s
 
 
 def mindspeed_targets(folder: Path) -> set[str]:
-    """Which of our targets a MindSpeed checkout registers a patch for, with whatever feature."""
-    ours = {target.replace(":", ".") for patch in PATCHES for target in patch.targets}
+    """The places of ours that a MindSpeed checkout registers patches for, with any feature."""
     registered = set()
     for file in (folder / "mindspeed").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -124,7 +123,14 @@ def mindspeed_targets(folder: Path) -> set[str]:
                 first = node.args[0] if node.args else None
                 if isinstance(first, ast.Constant):
                     registered.add(first.value)
-    return ours & registered
+    return {place for place in registered if _patches_at(place)}
+
+
+def _patches_at(place: str) -> list[str]:
+    """Our patches that change a place, or the class whose method it is."""
+    ours = {t.replace(":", "."): p.name for p in PATCHES for t in p.targets}
+    names = {name for target, name in ours.items() if f"{place}.".startswith(f"{target}.")}
+    return sorted(names)
 
 
 def supported_table(data: dict[str, Any]) -> str:
@@ -171,21 +177,22 @@ def mindspeed_results(data: dict[str, Any]) -> str:
 
 def mindspeed_overlap(data: dict[str, Any]) -> str:
     """What we patch and MindSpeed patches, too."""
-    patches = {t: p.name for p in PATCHES for t in p.targets}
-    lines = ["| place | our patch | MindSpeed branches |", "| --- | --- | --- |"]
-    for target, patch in patches.items():
-        dotted = target.replace(":", ".")
-        having = [name for name, one in data["branches"].items() if dotted in one["targets"]]
-        if having:
-            shown = "all" if len(having) == len(data["branches"]) else ", ".join(having)
-            lines.append(f"| `{target}` | `{patch}` | {shown} |")
+    lines = ["| place | our patches | MindSpeed branches |", "| --- | --- | --- |"]
+    branches = data["branches"]
+    for place in sorted({place for one in branches.values() for place in one["targets"]}):
+        having = [name for name, one in branches.items() if place in one["targets"]]
+        shown = "all" if len(having) == len(branches) else ", ".join(having)
+        ours = ", ".join(f"`{name}`" for name in _patches_at(place))
+        lines.append(f"| `{place}` | {ours} | {shown} |")
     return "\n".join([*lines, ""])
 
 
 def refused_features() -> str:
     """The features of MindSpeed's that replay is refused with."""
     lines = ["| option | refused, because |", "| --- | --- |"]
-    lines += [f"| `{feature.name}` | {feature.why} |" for feature in REFUSED]
+    for one in REFUSED:
+        options = " or ".join(f"`{o} {one.value}`" if one.value else f"`{o}`" for o in one.options)
+        lines.append(f"| {options} | {one.why} |")
     return "\n".join([*lines, ""])
 
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from helpers import fresh, matrices
@@ -11,7 +12,10 @@ from helpers.matrices import RELEASES
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.patches import PATCHES
 
-NAMES = [patch.name for patch in PATCHES]
+OF_MINDSPEED = ["rebuilt_config", "repatch"]  # needed nowhere else
+NAMES = [patch.name for patch in PATCHES if patch.name not in OF_MINDSPEED]
+CHECKED = [check for check in CHECKS.values() if not check.mindspeed]
+STANDIN = ("--mindspeed-path", f"{Path(__file__).parents[1] / 'standins'}={RELEASES[0]}")
 
 
 @functools.cache
@@ -25,6 +29,7 @@ def needed(release: str) -> frozenset[str]:
         print(json.dumps({patch.name: patch.state for patch in replay_patch.status().patches}))
     """
     states = fresh.run(code, bed=True, path=matrices.release(release), REPLAY_PATCH="1")
+    assert states.pop("repatch") == "waiting"  # for MindSpeed
     assert set(states.values()) == {"active", "not needed"}
     return frozenset(name for name, state in states.items() if state == "active")
 
@@ -36,7 +41,7 @@ def needing(patch: str) -> str:
 def run_without(patch: str) -> list[str]:
     """All checks, but of those on several ranks that do not name the patch only one: they take
     most of the time, and share their code."""
-    return [c.name for c in CHECKS.values() if patch in c.patches or c.ranks == 1 or c.name == "pp"]
+    return [c.name for c in CHECKED if patch in c.patches or c.ranks == 1 or c.name == "pp"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def test_exactly_the_checks_that_name_a_patch_fail_without_it(
     done, release = without[patch].result(), needing(patch)
 
     skipped = {check for check, status in clean.statuses(release).items() if status == "skip"}
-    expected = {c.name for c in CHECKS.values() if patch in c.patches} - skipped
+    expected = {c.name for c in CHECKED if patch in c.patches} - skipped
     statuses = done.statuses(release)
     assert {check for check, status in statuses.items() if status == "fail"} == expected
     others = {check: status for check, status in statuses.items() if check not in expected}
@@ -72,9 +77,25 @@ def test_each_patch_has_a_check_aimed_at_it_alone(patch: str, clean: matrices.Do
     aimed = [
         check.name
         for release in RELEASES
-        for check in CHECKS.values()
+        for check in CHECKED
         if needed(release).intersection(check.patches) == {patch}
         and clean.statuses(release)[check.name] == "pass"
     ]
 
     assert aimed
+
+
+@functools.cache
+def with_mindspeed(skip: str = "") -> matrices.Done:
+    """The checks of MindSpeed, and those that name one of its patches, on the stand-in."""
+    names = [c.name for c in CHECKS.values() if c.mindspeed or {*OF_MINDSPEED} & {*c.patches}]
+    return matrices.run(*STANDIN, "--only", ",".join(names), REPLAY_PATCH_SKIP=skip)
+
+
+@pytest.mark.parametrize("patch", OF_MINDSPEED)
+def test_exactly_the_checks_that_name_a_patch_fail_without_it_on_mindspeed(patch: str) -> None:
+    clean, found = (with_mindspeed(skip).statuses(RELEASES[0]) for skip in ("", patch))
+
+    assert set(clean.values()) == {"pass", "skip"}
+    named = {name for name in clean if patch in CHECKS[name].patches and clean[name] == "pass"}
+    assert found == clean | dict.fromkeys(named, "fail")

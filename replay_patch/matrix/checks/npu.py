@@ -5,12 +5,12 @@ import types
 from typing import Any
 
 from replay_patch.matrix.checks import padding, routing, schedules, tools
-from replay_patch.matrix.registry import REPLAY, Skip, check
+from replay_patch.matrix.registry import EVERY_PATCH, REPLAY, Skip, check
 
 _PP2 = {"pipeline_model_parallel_size": 2}
 
 
-@check("npu-repatch", patches=("repatch",), mindspeed=True)
+@check("npu-repatch", patches=EVERY_PATCH, mindspeed=True)
 def npu_repatch() -> None:
     """After `repatch()`, again and again, and after MindSpeed took its patches back and applied
     them, every patch is in place and a schedule records and replays."""
@@ -28,7 +28,7 @@ def npu_repatch() -> None:
     schedules.schedule()
 
 
-@check("npu-targets", patches=("repatch",), mindspeed=True)
+@check("npu-targets", patches=EVERY_PATCH, mindspeed=True)
 def npu_targets() -> None:
     """Each function that a patch changes may be replaced by MindSpeed, by one of the same code, and
     wrapped: afterwards ours is there, MindSpeed's is called by it, and a schedule replays."""

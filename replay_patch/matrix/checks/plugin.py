@@ -12,6 +12,9 @@ from typing import Any
 
 from replay_patch.matrix.registry import EVERY_PATCH, REPLAY, check
 
+_OF_CONFIGS = ("rebuilt_config", "repatch")
+"""What configs need with MindSpeed."""
+
 FLAGS = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
 
 
@@ -106,7 +109,7 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, type)
 
 
-@check("config-fields", patches=REPLAY)
+@check("config-fields", patches=(*REPLAY, *_OF_CONFIGS))
 def config_fields() -> None:
     """`TransformerConfig` takes the replay flags as real fields, on whatever release."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -114,7 +117,7 @@ def config_fields() -> None:
     _check_config(TransformerConfig)
 
 
-@check("config-mla", patches=REPLAY)
+@check("config-mla", patches=(*REPLAY, *_OF_CONFIGS))
 def config_mla() -> None:
     """`MLATransformerConfig`, whose `__init__` is its own, takes them, too."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -122,7 +125,7 @@ def config_mla() -> None:
     _check_config(MLATransformerConfig, rope_type="rope")
 
 
-@check("config-subclass", patches=("config_fields", "rebuilt_config"))
+@check("config-subclass", patches=("config_fields", *_OF_CONFIGS))
 def config_subclass() -> None:
     """A trainer's dataclass that derives from the config takes them, too."""
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -17,6 +17,7 @@ _DUALPIPEV = "mindspeed.core.pipeline_parallel.dualpipev.dualpipev_chunks"
 _LAYOUT = "mindspeed.core.pipeline_parallel.pipeline_model_parallel_layout.adaptor"
 _MOE = "mindspeed.core.transformer.moe.moe_feature"
 _FB_OVERLAP = "mindspeed.core.pipeline_parallel.fb_overlap.adaptor"
+_NOOP = "mindspeed.core.pipeline_parallel.noop_layers.adaptor"
 _RIPIPE = "mindspeed.core.pipeline_parallel.ripipe_schedules"
 
 _OFFSET = "megatron.core.transformer.transformer_layer.get_transformer_layer_offset"
@@ -46,6 +47,14 @@ _FEATURES: tuple[tuple[str, dict[str, str]], ...] = (
         {
             _LAYERS: f"{_LAYOUT}.get_num_layers_to_build_wrapper",
             _OFFSET: f"{_LAYOUT}.get_transformer_layer_offset_wrapper",
+        },
+    ),
+    (
+        "noop_layers",
+        {
+            "megatron.core.transformer.transformer_block.TransformerBlock._build_layers": (
+                f"{_NOOP}.mindspeed_build_layers"
+            )
         },
     ),
     (

@@ -29,13 +29,16 @@ def transformer_config_init_wrapper(fn: Callable[..., None]) -> Callable[..., No
 
 def transformer_config_post_init_wrapper(fn: Callable[..., None]) -> Callable[..., None]:
     """Validation by the features. A config of a class whose `__init__` is not wrapped lacks their
-    arguments, and cannot be made."""
+    arguments, and cannot be made. No-op layers become a set of numbers from 0."""
 
     @functools.wraps(fn)
     def wrapper(self: Any) -> None:
         fn(self)
         if self.moe_zero_memory_num_layers is not None:
             raise AssertionError("the stand-in has no moe_zero_memory_num_layers")
+        noop_layers = getattr(self, "noop_layers", None)
+        if isinstance(noop_layers, str):
+            self.noop_layers = {int(number) for number in noop_layers.split(",")}
 
     return wrapper
 
