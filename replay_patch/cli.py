@@ -199,7 +199,13 @@ def _matrix(args: argparse.Namespace) -> int:
     checks = [check for check in CHECKS.values() if check.name in names]
     if args.list:
         rows = [
-            {"name": c.name, "proves": c.sentence, "ranks": c.ranks, "patches": list(c.patches)}
+            {
+                "name": c.name,
+                "proves": c.sentence,
+                "ranks": c.ranks,
+                "mindspeed": c.mindspeed,
+                "patches": list(c.patches),
+            }
             for c in checks
         ]
         shown = [
@@ -227,6 +233,8 @@ def _matrix(args: argparse.Namespace) -> int:
     releases = [release for given in args.megatron for release in _listed(given)]
     paths = (args.megatron_path, args.mindspeed_path)
     environments = planning.plan(releases, *paths, cache=args.cache, say=say)
+    if all(check.mindspeed for check in checks) and not any(e.mindspeed for e in environments):
+        raise ReplayPatchError("--only names checks of MindSpeed alone: say --mindspeed-path DIR")
     matrix = runner.run(environments, checks, jobs=args.jobs, timeout=args.timeout, say=say)
     with contextlib.ExitStack() as stack:  # what cannot be written keeps nothing else back
         for (what, path), make in ((xml, report.junit), (markdown, report.markdown)):

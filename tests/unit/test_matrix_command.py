@@ -46,7 +46,8 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
     rows = json.loads(capsys.readouterr().out)["checks"]
     assert [row["name"] for row in rows] == list(CHECKS)
-    assert all(row.keys() == {"name", "proves", "ranks", "patches"} for row in rows)
+    keys = {"name", "proves", "ranks", "mindspeed", "patches"}
+    assert all(row.keys() == keys for row in rows)
     assert all(row["proves"].endswith(".") for row in rows)
 
 

@@ -160,7 +160,7 @@ def npu_capacity() -> None:
     routing.replay()
 
 
-@check("npu-block-recompute", patches=REPLAY, mindspeed=True)
+@check("npu-recompute", patches=REPLAY, mindspeed=True)
 def npu_block_recompute() -> None:
     """MindSpeed's own block recompute sees the experts of its forward, and gives the gradients of a
     run without recompute, bitwise."""
@@ -179,7 +179,7 @@ def npu_block_recompute() -> None:
         tools.same_bits(gradient, gradients[name], f"gradient of {name}")
 
 
-@check("npu-block-mask", patches=("block_recompute_mask",), mindspeed=True)
+@check("npu-mask", patches=("block_recompute_mask",), mindspeed=True)
 def npu_block_mask() -> None:
     """MindSpeed's own block recompute sees the padding mask of its forward, too."""
     _repatch(recompute_method="block")
@@ -191,7 +191,8 @@ def npu_block_mask() -> None:
 @check("npu-tp-extend-ep", patches=REPLAY, ranks=2, mindspeed=True)
 def npu_tp_extend_ep() -> None:
     """With `tp_extend_ep`, whose routing sees the tokens of all tensor-parallel ranks, routers on
-    two of them record and replay each its own rows. (Its experts are NPU kernels.)"""
+    two of them record and replay each its own rows; its experts, which are NPU kernels, stay
+    out."""
     from replay_patch.probe import Probe
 
     place = "megatron.core.transformer.moe.router:TopKRouter.routing"
