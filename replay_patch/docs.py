@@ -116,12 +116,12 @@ def supported_mindspeed(matrix: dict[str, Any], checkouts: list[Path]) -> dict[s
 
 def mindspeed_targets(folder: Path) -> set[str]:
     """The places of ours that a MindSpeed checkout registers patches for, with any feature."""
-    registered = set()
+    registered: set[str] = set()
     for file in (folder / "mindspeed").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "register_patch":
                 first = node.args[0] if node.args else None
-                if isinstance(first, ast.Constant):
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
                     registered.add(first.value)
     return {place for place in registered if _patches_at(place)}
 
