@@ -32,9 +32,9 @@ class Check:
     """Patches without which it fails, on a release that needs them."""
     ranks: int
     """Processes it runs on."""
-    mindspeed: bool
-    """Whether it is one of MindSpeed, and run where that is only."""
     run: Callable[[], None]
+    mindspeed: bool = False
+    """Whether it is one of MindSpeed, and run where that is only."""
 
 
 CHECKS: dict[str, Check] = {}
@@ -61,7 +61,7 @@ def check(
         if name in CHECKS or not function.__doc__:
             raise ValueError(f"check {name!r} is registered twice, or has no docstring")
         sentence = " ".join(function.__doc__.split())
-        CHECKS[name] = Check(name, sentence, patches, ranks, mindspeed, function)
+        CHECKS[name] = Check(name, sentence, patches, ranks, function, mindspeed)
         return function
 
     return register
