@@ -20,10 +20,14 @@ from typing import Any
 
 from helpers import fresh
 
+from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, cache_dir, environment
 
 RELEASES = (TESTED_RELEASES[0], "0.16.1", "0.18.2", NEWEST)
 """The oldest and the newest, and between them: every patch is needed on one of these."""
+
+OF_MEGATRON = [name for name, check in CHECKS.items() if not check.mindspeed]
+"""The checks that are run on a Megatron without MindSpeed."""
 
 MARK = "MARK_OF_A_MATRIX_TEST"
 JOBS = 2

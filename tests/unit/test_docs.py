@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.matrices import OF_MEGATRON
 
 from replay_patch import docs
 from replay_patch.errors import ReplayPatchError
@@ -13,7 +14,6 @@ from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import TESTED_RELEASES
 
 ROOT = Path(__file__).parents[2]
-OF_MEGATRON = [name for name, check in CHECKS.items() if not check.mindspeed]
 BRANCHES = [
     *(f"{version}_core_r0.12.1" for version in ("2.1.0", "2.2.0", "2.3.0", "26.0.0", "26.1.0")),
     *(f"core_r{version}" for version in ("0.14.0", "0.15.3", "0.16.0", "0.17.0", "0.18.0")),
