@@ -22,6 +22,8 @@ from replay_patch.patches import (
     router_objects,
     router_replay_module,
     router_topk,
+    verl_router_lists,
+    verl_router_replay,
 )
 
 PATCHES = (
@@ -43,6 +45,8 @@ PATCHES = (
     mtp_recompute_mask.PATCH,
     padding_mask.PATCH,  # after router_objects, around whose forward its own comes
     repatch.PATCH,
+    verl_router_replay.PATCH,
+    verl_router_lists.PATCH,
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)

@@ -26,6 +26,9 @@ SKIPPED = "skipped"
 FAILED = "failed"
 LOST = "lost"
 
+OPTIONAL = frozenset({"mindspeed", "verl"})
+"""Libraries that a job may do without: their patches are not needed until they are imported."""
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -54,7 +57,7 @@ class Patch:
 
     @property
     def library(self) -> str:
-        """What is patched: "megatron", "mindspeed"."""
+        """What is patched: "megatron", or one of `OPTIONAL`."""
         return self.modules[-1].partition(".")[0]
 
 
@@ -293,8 +296,12 @@ class Ledger:
         if len(self._patches) != len(patches):
             raise ValueError(f"two patches have one name: {sorted(p.name for p in patches)}")
         self._skip = settings.skip
+        self._untried = set(self._patches)
         self._states = {
-            name: (WAITING, f"{' or '.join(patch.modules)} is not imported")
+            name: (
+                NOT_NEEDED if patch.library in OPTIONAL else WAITING,
+                f"{' or '.join(patch.modules)} is not imported",
+            )
             for name, patch in self._patches.items()
         }
         self._transactions = {name: Transaction() for name in self._patches}
@@ -310,6 +317,7 @@ class Ledger:
         """
         with self._lock:
             patch, transaction = self._patches[name], self._transactions[name]
+            self._untried.discard(name)
             again = ""
             if self._states[name][0] == ACTIVE:
                 gone = transaction.lost()
@@ -347,12 +355,12 @@ class Ledger:
     def states(self) -> tuple[PatchState, ...]:
         """The state of every patch now; an active one is verified first.
 
-        One that still waits though its module is there (a stranger's hook failed, and wrapt then
-        forgot all hooks of that module) is tried.
+        One that was not tried though its module is there (a stranger's hook failed, and wrapt then
+        forgot all hooks of that module) is tried now.
         """
         with self._lock:
             for name, patch in self._patches.items():
-                if self._states[name][0] == WAITING and any(map(complete, patch.modules)):
+                if name in self._untried and any(map(complete, patch.modules)):
                     self.attempt(name)
             return tuple(
                 PatchState(name, *self._verified(name), self._patches[name].targets)

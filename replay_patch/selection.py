@@ -65,6 +65,9 @@ def choose(
     target = target_of(replay, kind)
     targets.check(target, replay, scores.shape[1], topk, scores.shape[0])
     ids, repeating = targets.usable(target, replay, scores)
+    native_rows = targets.native_rows(target, scores)
+    if native_rows is not None:
+        repeating = native_rows if repeating is None else repeating | native_rows
     if repeating is not None:
         # detach: the recompute, which has these ids, must save as many tensors for the backward.
         picked = native(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]

@@ -86,6 +86,33 @@ def usable(ids: Tensor, replay: Any, scores: Tensor) -> tuple[Tensor, Tensor | N
     return in_range, repeating if ids.shape[1] > 1 else None
 
 
+def with_native_rows(ids: Any, mask: Any, replay: Any) -> Tensor:
+    """The ids [T, K], to be taken only where the mask [T] is true; elsewhere the native ones.
+
+    Raises:
+        RouteError: ids or a mask of another form.
+    """
+    check(ids, replay, None, replay.topk)
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != ids.shape[:1]:
+        found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask)
+        refuse(f"a replay_mask of {found}", f"bool {tuple(ids.shape[:1])}", replay)
+    # What is in the other rows does not matter (zeros, -1): it must not be found wrong.
+    some = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
+    masked = torch.where(mask.to(ids.device).unsqueeze(1), ids, some)
+    _masks[masked] = mask
+    return masked
+
+
+def native_rows(ids: Tensor, scores: Tensor) -> Tensor | None:
+    """bool [T]: the rows that `with_native_rows` left to the router; None if there are none."""
+    mask = _masks.get(ids)
+    return None if mask is None else ~mask.to(scores.device)
+
+
+_masks: Any = WeakIdKeyDictionary()
+"""Target tensor -> its mask: targets wait in queues, and this travels with them."""
+
+
 def forget(ids: Any) -> None:
     """Look at `ids` again: a write through numpy or `.data` leaves no trace in the tensor."""
     if isinstance(ids, Tensor):

@@ -19,6 +19,7 @@ from typing import Any
 from replay_patch.matrix.environments import cache_dir
 
 VERSIONS = {"verl": "0.9.1", "skyrl": "0.3.0"}
+"""What is imported; a script of its own may choose another before it imports anything."""
 
 
 @functools.cache

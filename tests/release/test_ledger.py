@@ -133,7 +133,8 @@ import importlib, json, sys
 import megatron.core
 from replay_patch.patches import PATCHES
 # Some releases import the router with the package.
-late = next(m for p in reversed(PATCHES) for m in p.modules if m not in sys.modules)
+of_megatron = [p for p in reversed(PATCHES) if p.library == "megatron"]
+late = next(m for p in of_megatron for m in p.modules if m not in sys.modules)
 class Broken:
     def find_spec(self, name, path=None, target=None):
         if name == late:
@@ -165,7 +166,8 @@ import json, sys
 import wrapt
 import megatron.core
 from replay_patch.patches import PATCHES
-late = next(m for p in reversed(PATCHES) for m in p.modules if m not in sys.modules)
+of_megatron = [p for p in reversed(PATCHES) if p.library == "megatron"]
+late = next(m for p in of_megatron for m in p.modules if m not in sys.modules)
 failed = []
 def stranger(module):
     failed.append(module)
