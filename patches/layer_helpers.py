@@ -55,7 +55,9 @@ def _apply(transaction: Transaction) -> None:
         if original is None:
             raise LookupError(f"{module} has no {name}: {Probe().megatron()} is not supported")
         with_globals(original, {})  # raises here, and not when it is asked, if it cannot be done
-        asks = "parallel_state" in inspect.unwrap(original).__code__.co_names
+        code = inspect.unwrap(original).__code__
+        # As a global name: what a function imports for itself cannot be bound differently.
+        asks = "parallel_state" in code.co_names and "parallel_state" not in code.co_varnames
         if not asks and "pp_rank" not in Probe().parameters(f"{module}:{name}"):
             raise LookupError(f"{module}.{name} does not say how it knows its stage")
         listed = name == "get_transformer_layer_offset" and _listed()

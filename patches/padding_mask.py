@@ -127,10 +127,17 @@ def _router(original: Callable[..., Any]) -> Any:
             return original(self, input, **kwargs)
         return masked(self, input, padding_mask, kwargs)
 
-    parameters = inspect.signature(original).parameters
-    mask = inspect.Parameter("padding_mask", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-    # By position, too: so the layers of 0.16 and later call it.
-    forward.__signature__ = inspect.Signature([*parameters.values(), mask])  # type: ignore[attr-defined]
+    # By position, too: so the layers of 0.16 and later call it. Other code may have wrapped it.
+    taken = inspect.signature(original).parameters.values()
+    kinds = {p.kind for p in taken}
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.KEYWORD_ONLY in kinds:
+        kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [p for p in taken if p.name != "padding_mask"]
+    catch_all = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+    parameters = [p for p in parameters if p not in catch_all]
+    parameters += [inspect.Parameter("padding_mask", kind, default=None), *catch_all]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return forward
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +47,24 @@ def _completing(original: Callable[..., None]) -> Callable[..., None]:
     return __post_init__
 
 
+_completed: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
 def _is_rebuilt(cls: Any) -> bool:
-    """Whether it is a class that MindSpeed made for one object: named as its only base."""
-    return len(cls.__bases__) == 1 and cls.__name__ == cls.__bases__[0].__name__
+    """Whether it is a class that MindSpeed made for one object: a dataclass named as its only base,
+    which no module has, and all of whose own fields are no arguments.
+
+    A trainer's subclass may have the name of its base (Megatron-Bridge's has).
+    """
+    if cls in _completed:
+        return True
+    own = vars(cls).get("__dataclass_fields__")
+    named_as_base = len(cls.__bases__) == 1 and cls.__name__ == cls.__bases__[0].__name__
+    if own is None or not named_as_base or "<locals>" in cls.__qualname__:
+        return False
+    if getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
+        return False
+    return not any(own[name].init for name in inspect.get_annotations(cls) if name in own)
 
 
 def _base(cls: Any) -> Any:
@@ -59,6 +76,7 @@ def _base(cls: Any) -> Any:
 def _complete(cls: Any) -> None:
     """MindSpeed's fields become arguments of a rebuilt class, so that `replace` copies them."""
     base = _base(cls)
+    _completed.add(cls)
     extra = [
         field
         for field in dataclasses.fields(cls)
@@ -79,12 +97,13 @@ def _complete(cls: Any) -> None:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    cls = type(self)
-    if not _is_rebuilt(cls):
+    cls: Any = type(self)
+    if not _is_rebuilt(cls) or cls.__reduce__ is not object.__reduce__:
         return object.__reduce_ex__(self, protocol)
     base = _base(cls)
     extra = [f.name for f in dataclasses.fields(cls) if f.name not in base.__dataclass_fields__]
-    return _restored, (base, tuple(extra)), self.__dict__
+    state = getattr(self, "__getstate__", None)  # every object has one from Python 3.11 on
+    return _restored, (base, tuple(extra)), self.__dict__ if state is None else state()
 
 
 def _restored(base: Any, extra: tuple[str, ...]) -> Any:

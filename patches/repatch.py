@@ -22,6 +22,20 @@ def _apply(transaction: Transaction) -> None:
     transaction.wrap(manager, "apply_patches", _then_ours)
     if hasattr(manager, "remove_patches"):  # not in 2.1
         transaction.wrap(manager, "remove_patches", _without_ours)
+    transaction.cleanups.append(lambda: _forget_ours(manager))
+
+
+def _forget_ours(manager: Any) -> None:
+    """What MindSpeed found in a place when it came, and puts there again, may be ours."""
+    for patch in manager.patches_info.values():
+        function: Any = getattr(patch, "orig_func", None)
+        while _is_ours(function) and hasattr(function, "__wrapped__"):
+            function = patch.orig_func = function.__wrapped__
+
+
+def _is_ours(function: Any) -> bool:
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(module).startswith("replay_patch.")
 
 
 def _then_ours(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ reason: what is not listed here does not touch the routing. (The name of this mo
 "mindspeed", because MindSpeed leaves such modules out when it takes its patches back.)
 """
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +35,13 @@ class Feature:
     Attributes:
         options: its command line options; as names of arguments they switch it on.
         why: why it is refused.
-        module: part of the name of the modules that its functions and classes are in.
+        module: each a part of the name of a module that its functions or classes are in.
         value: what the argument has to be; None: anything that is true.
     """
 
     options: tuple[str, ...]
     why: str
-    module: str
+    module: tuple[str, ...]
     value: str | None = None
 
     @property
@@ -54,62 +55,62 @@ REFUSED = (
         ("--recompute-in-bubble", "--recompute-in-advance"),
         "it recomputes by plain calls outside of the backward, in an order of its own, so that a "
         "recompute cannot be told from a forward",
-        "ripipe",
+        ("ripipe", "tensor_parallel.random"),
     ),
     Feature(
         ("--moe-fb-overlap",),
         "it runs the forward of one microbatch inside the backward of another, and recomputes by "
         "plain calls",
-        "fb_overlap",
+        ("fb_overlap",),
     ),
     Feature(
         ("--schedules-method",),
         "a rank's two chunks lie in a V, and MindSpeed's layer offsets are those of whichever "
         "chunk is current",
-        "dualpipev",
+        ("dualpipev",),
         "dualpipev",
     ),
     Feature(
         ("--fix-router",),
         "it overwrites the experts that were chosen with fixed ones",
-        "",
+        (),
     ),
     Feature(
         ("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
         "its MoE layer runs the router inside of an autograd function, always with gradients, and "
         "needs NPU kernels: no replay of it was tested",
-        "overlap",
+        ("overlap",),
     ),
     Feature(
         ("--moe-alltoall-mc2",),
         "its MoE layer is NPU kernels: no replay of it was tested",
-        "mc2",
+        ("mc2",),
     ),
     Feature(
         ("--balanced-moe-experts",),
         "it sends tokens to copies of hot experts, by counts of its own: no replay of it was "
         "tested",
-        "balanced_moe",
+        ("balanced_moe",),
     ),
     Feature(
         ("--use-multiparameter-pipeline-model-parallel",),
         "a schedule of its own: no replay with it was tested",
-        "multi_parameter",
+        ("multi_parameter",),
     ),
     Feature(
         ("--optimize-send-recv-comm",),
         "a schedule of its own: no replay with it was tested",
-        "optimize_send_recv_comm",
+        ("optimize_send_recv_comm",),
     ),
     Feature(
         ("--dist-train",),
         "a schedule of its own: no replay with it was tested",
-        "dist_train",
+        ("dist_train",),
     ),
     Feature(
         ("--tp-2d",),
         "router rows are cut over two axes: no replay of it was tested",
-        "tp_2d",
+        ("tp_2d",),
     ),
 )
 
@@ -132,22 +133,28 @@ def refuse_features(config: Any, model: Any = None) -> None:
                     _refuse(feature.name, f"{name} is {value!r} in {where}", feature.why)
     for place in _PLACES:
         for function in chain(Probe().find(place)):
-            module = getattr(function, "__globals__", {}).get("__name__", "")
             if is_of_mindspeed(function):
-                name = getattr(function, "__name__", function)
-                _named(str(module), f"{place} is {module}.{name}")
+                module, name = _module(function), getattr(function, "__name__", function)
+                _named(module, f"{place} is {module}.{name}")
     for path, layer in model.named_modules() if model is not None else ():
         module = type(layer).__module__
-        if module.startswith("mindspeed.") and hasattr(layer, "router"):
+        if module.startswith("mindspeed") and hasattr(layer, "router"):
             found = f"{path} is a {module}.{type(layer).__name__}"
             if "TptoEp" not in type(layer).__name__:  # tp_extend_ep, which is supported
                 _named(f"{module}.{type(layer).__name__.lower()}", found)
 
 
 def is_of_mindspeed(function: Any) -> bool:
-    """Whether a function is MindSpeed's. (functools.wraps copies `__module__` from another.)"""
-    module = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(module).partition(".")[0] == "mindspeed"
+    """Whether a function, or what is called as one, is MindSpeed's (or of mindspeed_llm etc.)."""
+    return _module(function).partition(".")[0].startswith("mindspeed")
+
+
+def _module(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    # functools.wraps copies __module__ from what is wrapped.
+    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return str(names.get("__name__", ""))
 
 
 def _on(value: Any) -> bool:
@@ -164,7 +171,7 @@ def _arguments() -> Any:
 
 def _named(module: str, found: str) -> None:
     for feature in REFUSED:
-        if feature.module and feature.module in module:
+        if any(part in module for part in feature.module):
             _refuse(feature.name, found, feature.why)
     _refuse("a MindSpeed feature that replay-patch does not know", found, "it was not tested")
 

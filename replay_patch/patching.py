@@ -93,7 +93,9 @@ class _Change:
     def undo(self) -> bool:
         """Put the original back. False if what stands there is not ours to replace."""
         if self.read() is not self.ours:
-            return False
+            return self.original is not _ABSENT and _splice_out(
+                self.read(), self.ours, self.original
+            )
         if self.original is _ABSENT:
             self.delete()
         else:
@@ -236,7 +238,8 @@ class Transaction:
         """Make room for applying the patch again, on top of the code that has replaced it."""
         stuck = [c for c in reversed(self.changes[keep:]) if not c.undo()][::-1]
         self.changes[keep:] = [c for c in stuck if c.holds()]  # under another's wrapper
-        self.earlier.append([c for c in stuck if c not in self.changes])
+        if lost := [c for c in stuck if c not in self.changes]:
+            self.earlier.append(lost)
 
     def lift(self, strangers: Sequence[Any]) -> None:
         """Take back what is directly around one of these functions of other code."""
@@ -255,6 +258,17 @@ class Transaction:
         change = _Change(where, read(), value, read, write, delete)
         write(value)
         self.changes.append(change)
+
+
+def _splice_out(current: Any, ours: Any, original: Any) -> bool:
+    """Put the original in the place of ours, inside the wrapper of other code that holds it."""
+    for outer in chain(current):
+        if getattr(outer, "__wrapped__", None) is ours:
+            cells = [c for c in getattr(outer, "__closure__", None) or () if _holds(c, ours)]
+            for cell in cells:
+                cell.cell_contents = outer.__wrapped__ = original
+            return bool(cells)
+    return False
 
 
 def _place(owner: Any, attribute: str) -> str:
