@@ -228,7 +228,9 @@ class Transaction:
         del self.changes[keep:]
         if not keep:
             brought_back = [c for changes in reversed(self.earlier) for c in reversed(changes)]
-            kept += [c.where for c in brought_back if not c.undo() and c.holds()]
+            undone = {c.where for c in brought_back if c.undo()}
+            held = [c.where for c in brought_back if c.where not in undone and c.holds()]
+            kept = [where for where in kept if where not in undone] + held
             self.earlier.clear()
         while self.cleanups and not keep:
             self.cleanups.pop()()

@@ -155,13 +155,6 @@ def _layers_of(config: Any, rank: int, stage: int) -> tuple[int, int]:
     if planned is not None and planned.listed:
         return planned.of(rank, stage)
     said = _said(config, rank, stage)
-    if said is None and (strange := [h for h in _helpers() if h is not None and not _known(h)]):
-        raise LayoutError(
-            f"pipeline rank {rank}, virtual stage {stage}: other code has replaced the helpers "
-            f"that say which layers a stage holds ({_names(strange)}), and cannot be asked about "
-            "that stage. Remove what replaces them, ask on that stage itself, or list the layers "
-            "of each stage in pipeline_model_parallel_layout"
-        )
     if planned is not None and said in (None, planned.of(rank, stage)):
         return planned.of(rank, stage)
     if said is not None and _whole_by_helpers(config):
@@ -171,11 +164,10 @@ def _layers_of(config: Any, rank: int, stage: int) -> tuple[int, int]:
     if _known_wrong(config, planned, rank, stage, said):
         return planned.of(rank, stage)
     raise LayoutError(
-        f"pipeline rank {rank}, virtual stage {stage}: the installed helpers "
-        f"({_names(_helpers())}) say (offset, layers) = {said}, and the config means "
-        f"{planned.of(rank, stage)}: expected the same, as the model is built by the helpers. "
-        "Remove what replaces them, or list the layers of each stage in "
-        "pipeline_model_parallel_layout"
+        f"pipeline rank {rank}, virtual stage {stage}: the installed helpers ({_names()}) say "
+        f"(offset, layers) = {said}, and the config means {planned.of(rank, stage)}: expected the "
+        "same, as the model is built by the helpers. Remove what replaces them, or list the layers "
+        "of each stage in pipeline_model_parallel_layout"
     )
 
 
@@ -208,10 +200,7 @@ def _ask(helper: Any, config: Any, rank: int, stage: int) -> int | None:
     here = _here(config)
     virtual = virtual_size(config) > 1
     try:
-        parameters = inspect.signature(helper, follow_wrapped=_known(helper)).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            # A stranger's wrapper that hands on all. One that takes less only seems to take more.
-            parameters = inspect.signature(helper).parameters
+        parameters = _parameters(helper)
         passed: dict[str, int | None] = {}
         if "pp_rank" in parameters:
             passed["pp_rank"] = rank
@@ -224,6 +213,17 @@ def _ask(helper: Any, config: Any, rank: int, stage: int) -> int | None:
         return int(helper(config, **passed))
     except Exception:  # noqa: BLE001 - it wants process groups, or more than its signature says
         return None
+
+
+def _parameters(helper: Any) -> Any:
+    """What it takes by name. A stranger's wrapper says the names of what it wraps (functools.wraps
+    copies them), and takes these only if it hands on any keyword."""
+    code = getattr(helper, "__code__", None)
+    module = str(getattr(helper, "__globals__", {}).get("__name__", ""))
+    known = module.partition(".")[0] in ("megatron", "replay_patch")
+    if code is None or known or code.co_flags & inspect.CO_VARKEYWORDS:
+        return inspect.signature(helper).parameters
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _whole_by_helpers(config: Any) -> bool:
@@ -255,15 +255,9 @@ def _known_wrong(
     return (said[0] + missing, said[1]) == planned.of(rank, stage)
 
 
-def _known(helper: Any) -> bool:
-    """Whether it is Megatron's or ours, and not other code's around or in place of them."""
-    module = str(getattr(helper, "__globals__", {}).get("__name__", ""))
-    return module.partition(".")[0] in ("megatron", "replay_patch")
-
-
-def _names(helpers: list[Any]) -> str:
+def _names() -> str:
     named = [
-        f"{getattr(h, '__module__', '?')}.{getattr(h, '__qualname__', h)}" for h in helpers if h
+        f"{getattr(h, '__module__', '?')}.{getattr(h, '__qualname__', h)}" for h in _helpers() if h
     ]
     return " and ".join(named)
 

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ NAME = "enable_routing_replay"
 def main(order: str) -> dict[str, Any]:
     import replay_patch
     from replay_patch.matrix import cpu, npu, tiny
+    from replay_patch.matrix.checks import plugin
 
     cpu.install()
     if order == "before":
@@ -65,7 +67,7 @@ def main(order: str) -> dict[str, Any]:
         }
 
     stages = {"start": state()}
-    out: dict[str, Any] = {"stages": stages}
+    out: dict[str, Any] = {"stages": stages, "trainer's own": trainers_own()}
     if not npu.repatch():
         return out  # 2.1
     stages["repatch"] = state()
@@ -83,7 +85,40 @@ def main(order: str) -> dict[str, Any]:
     out["unaligned"] = unaligned()
     if hasattr(importlib.import_module(ROUTER), "topk_softmax_with_capacity"):
         out["tp_extend_ep"] = tp_extend_ep()
+    left = replay_patch.deactivate().problems
+    npu.repatch()
+    out["deactivated"] = [*left, *plugin.ours()]
     return out
+
+
+def trainers_own() -> dict[str, Any]:
+    """A subclass named as its base (Megatron-Bridge has one), with a method, a field that is no
+    argument, and its own idea of what a copy holds."""
+
+    def without_lock(self: Any) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "lock"}
+
+    root = config_class("TransformerConfig")
+    body = {
+        "__module__": __name__,
+        "__annotations__": {"cached": int},
+        "cached": dataclasses.field(init=False, default=1),
+        "finalize": lambda self: "its own",
+        "__getstate__": without_lock,
+    }
+    cls: Any = dataclasses.dataclass(type("TransformerConfig", (root,), body))
+    sys.modules[__name__].TransformerConfig = cls
+    config = cls(**SIZES, **{NAME: True})
+    config.lock = threading.Lock()
+
+    def kept(made: Any) -> bool:
+        return isinstance(made, cls) and made.finalize() == "its own" and getattr(made, NAME)
+
+    return {
+        "deepcopy": outcome(lambda: kept(copy.deepcopy(config))),
+        "pickle": outcome(lambda: kept(pickle.loads(pickle.dumps(config)))),
+        "no argument": outcome(lambda: cls(**SIZES, cached=2)),
+    }
 
 
 ROUTER = "megatron.core.transformer.moe.router"

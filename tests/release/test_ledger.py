@@ -77,15 +77,23 @@ print(json.dumps(out))
     assert (routing_map, calls) == ([[1, 0, 0, 1]], 1)
 
 
-def test_what_cannot_be_given_back_is_reported_and_harmless() -> None:
-    code = """
-calls = []
-TopKRouter.forward = wrapper(TopKRouter.forward, calls)
+AFTER_DEACTIVATION = """
 status = replay_patch.deactivate()
 router = tiny.router(tiny.moe_config())
 router(torch.randn(1, 1, 16))
 print(json.dumps([status.active, list(status.problems), len(calls)]))
 """
+
+
+def test_what_cannot_be_given_back_is_reported_and_harmless() -> None:
+    code = f"""
+calls, inner = [], TopKRouter.forward
+def stranger(*args, inner=inner, **kwargs):  # not in a closure, where it could be exchanged
+    calls.append(args)
+    return inner(*args, **kwargs)
+stranger.__wrapped__ = inner
+TopKRouter.forward = stranger
+{AFTER_DEACTIVATION}"""
 
     active, problems, calls = run(code)
 
@@ -93,6 +101,15 @@ print(json.dumps([status.active, list(status.problems), len(calls)]))
     assert [p for p in problems if p.startswith("could not be restored: ")] == problems
     assert any("TopKRouter.forward" in p for p in problems)
     assert calls == 1
+
+
+def test_ours_is_taken_out_of_a_wrapper_of_other_code() -> None:
+    code = f"""
+calls = []
+TopKRouter.forward = wrapper(TopKRouter.forward, calls)
+{AFTER_DEACTIVATION}"""
+
+    assert run(code) == [False, [], 1]
 
 
 def test_a_patch_that_raises_leaves_the_import_and_the_other_patches_alone() -> None:

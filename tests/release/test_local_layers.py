@@ -1,5 +1,6 @@
 """The routers of a model by walking it, and helpers that somebody has replaced."""
 
+import functools
 import gc
 import weakref
 from types import SimpleNamespace
@@ -208,12 +209,19 @@ def test_helpers_that_make_no_whole_are_refused(monkeypatch: pytest.MonkeyPatch)
         local_layers(config, pp_rank=1)
 
 
+@pytest.mark.parametrize("wraps", [False, True])
 def test_a_helper_that_contradicts_the_config_on_this_rank_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, wraps: bool
 ) -> None:
-    replace(monkeypatch, lambda config: 1)
+    """One that says it wraps the original does not take what that takes."""
 
-    with pytest.raises(LayoutError, match=r"test_local_layers.*\(1, 2\).*means \(0, 2\)"):
+    def wrong(config: Any) -> int:
+        return 1
+
+    original = getattr(transformer_layer, OFFSET)
+    replace(monkeypatch, functools.wraps(original)(wrong) if wraps else wrong)
+
+    with pytest.raises(LayoutError, match=r"say \(offset, layers\) = \(1, 2\).*means \(0, 2\)"):
         local_layers(tiny.moe_config(num_layers=2))
 
 

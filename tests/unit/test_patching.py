@@ -268,3 +268,85 @@ def test_a_patch_in_place_is_not_applied_twice() -> None:
 
     assert applied == [1]
     assert target().own() == "theirs, around ours"
+
+
+# --- with other code's wrappers around ours -------------------------------------------------------
+
+
+def wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(self: Any) -> str:
+        return f"wrapped {function(self)}"
+
+    return wrapper
+
+
+def test_undo_takes_ours_out_of_a_wrapper_of_other_code() -> None:
+    target, transaction = make_target(), Transaction()
+    transaction.set(target, "own", ours)
+    target.own = wrapped(wrapped(target.own))
+    assert target().own() == "wrapped wrapped ours"
+
+    assert transaction.undo() == []
+
+    assert target().own() == "wrapped wrapped own"
+
+
+def test_innermost_goes_underneath_the_wrappers_and_comes_out_again() -> None:
+    target, transaction = make_target(), Transaction()
+    target.own = outer = wrapped(wrapped(target.own))
+
+    transaction.innermost(target, "own", lambda inner: lambda self: f"ours {inner(self)}")
+
+    assert target.own is outer
+    assert target().own() == "wrapped wrapped ours own"
+    assert transaction.lost() == []
+    target.own = lambda self: "another"
+    assert transaction.lost() != []
+    assert transaction.undo() == []
+    target.own = outer
+    assert target().own() == "wrapped wrapped own"
+
+
+def test_innermost_comes_around_a_wrapper_that_does_not_hold_what_it_wraps() -> None:
+    target, transaction = make_target(), Transaction()
+
+    def opaque(self: Any) -> str:
+        return "opaque"
+
+    target.own = functools.wraps(target.own)(opaque)
+
+    transaction.innermost(target, "own", lambda inner: lambda self: f"ours {inner(self)}")
+
+    assert target().own() == "ours opaque"
+    assert transaction.undo() == []
+    assert target().own() == "opaque"
+
+
+def test_what_comes_back_of_ours_is_not_lost_and_is_undone() -> None:
+    """MindSpeed keeps what it found in a place, replaces it, and puts it there again later."""
+    target = make_target()
+    original = vars(target)["own"]
+
+    def apply(transaction: Transaction) -> None:
+        transaction.wrap(target, "own", lambda function: lambda self: f"ours {function(self)}")
+
+    ledger = attempted(make_patch(apply))
+    found = target.own
+    target.own = lambda self: "theirs"
+    ledger.attempt("example")
+    assert target().own() == "ours theirs"
+
+    target.own = found
+
+    assert ledger.states()[0].state == ACTIVE
+    assert ledger.undo() == []
+    assert vars(target)["own"] is original
+
+
+def test_an_optional_library_is_not_needed_until_it_is_imported() -> None:
+    patch = make_patch(lambda transaction: None, modules=("mindspeed.patch_utils",))
+
+    state = Ledger((patch,), Settings()).states()[0]
+
+    assert (state.state, state.reason) == (NOT_NEEDED, "mindspeed.patch_utils is not imported")
