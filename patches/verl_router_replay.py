@@ -16,8 +16,8 @@ _NAMES = ("RouterReplay", "RouterReplayAction")
 
 
 def _needed(probe: Probe) -> tuple[bool, str]:
-    apply = probe.find(f"{_MODULE}:apply_router_replay_patch")
-    replaces = "routing" in getattr(apply, "__code__", _apply.__code__).co_names
+    code = getattr(probe.find(f"{_MODULE}:apply_router_replay_patch"), "__code__", None)
+    replaces = code is not None and "routing" in code.co_names
     return replaces, f"apply_router_replay_patch replaces {'' if replaces else 'not '}TopKRouter's"
 
 
