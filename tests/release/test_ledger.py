@@ -112,6 +112,22 @@ TopKRouter.forward = wrapper(TopKRouter.forward, calls)
     assert run(code) == [False, [], 1]
 
 
+def test_patches_come_back_around_a_forward_of_any_signature() -> None:
+    code = """
+inner = TopKRouter.forward
+def stranger(*args, **kwargs):
+    return inner(*args, **kwargs)
+TopKRouter.forward = stranger
+replay_patch.activate()
+first = list(replay_patch.status().problems)
+TopKRouter.forward = stranger
+replay_patch.activate()
+print(json.dumps([first, list(replay_patch.status().problems)]))
+"""
+
+    assert run(code) == [[], []]
+
+
 def test_a_patch_that_raises_leaves_the_import_and_the_other_patches_alone() -> None:
     code = """
 import dataclasses, json
