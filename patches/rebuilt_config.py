@@ -73,15 +73,16 @@ def _base(cls: Any) -> Any:
     return cls
 
 
+def _added(cls: Any) -> list[Any]:
+    """The fields that a rebuilt class has more than its base."""
+    known = _base(cls).__dataclass_fields__
+    return [field for field in dataclasses.fields(cls) if field.name not in known]
+
+
 def _complete(cls: Any) -> None:
     """MindSpeed's fields become arguments of a rebuilt class, so that `replace` copies them."""
-    base = _base(cls)
     _completed.add(cls)
-    extra = [
-        field
-        for field in dataclasses.fields(cls)
-        if not field.init and field.name not in base.__dataclass_fields__
-    ]
+    extra = [field for field in _added(cls) if not field.init]
     if not extra:
         return
     for field in extra:
@@ -100,10 +101,9 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     cls: Any = type(self)
     if not _is_rebuilt(cls) or cls.__reduce__ is not object.__reduce__:
         return object.__reduce_ex__(self, protocol)
-    base = _base(cls)
-    extra = [f.name for f in dataclasses.fields(cls) if f.name not in base.__dataclass_fields__]
+    extra = tuple(field.name for field in _added(cls))
     state = getattr(self, "__getstate__", None)  # every object has one from Python 3.11 on
-    return _restored, (base, tuple(extra)), self.__dict__ if state is None else state()
+    return _restored, (_base(cls), extra), self.__dict__ if state is None else state()
 
 
 def _restored(base: Any, extra: tuple[str, ...]) -> Any:

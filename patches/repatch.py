@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch import activation
-from replay_patch.patching import Patch, Transaction
+from replay_patch.patching import Patch, Transaction, module_of
 from replay_patch.probe import Probe
 
 _MODULE = "mindspeed.patch_utils"
@@ -29,13 +29,8 @@ def _forget_ours(manager: Any) -> None:
     """What MindSpeed found in a place when it came, and puts there again, may be ours."""
     for patch in manager.patches_info.values():
         function: Any = getattr(patch, "orig_func", None)
-        while _is_ours(function) and hasattr(function, "__wrapped__"):
+        while module_of(function).startswith("replay_patch.") and hasattr(function, "__wrapped__"):
             function = patch.orig_func = function.__wrapped__
-
-
-def _is_ours(function: Any) -> bool:
-    module = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(module).startswith("replay_patch.")
 
 
 def _then_ours(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,16 +31,22 @@ def _apply(transaction: Transaction) -> None:
         transaction.set(module, "set_router_replay_data", _in_its_order(module))
 
 
+def _layers(tf_config: Any, vp_rank: int | None) -> tuple[int, ...]:
+    """The MoE layers of this stage; verl's `vp_rank` may be None, and 0 without virtual stages."""
+    from replay_patch.routers import local_layers
+
+    virtual = getattr(tf_config, "virtual_pipeline_model_parallel_size", None)
+    return local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
+
+
 def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import router_replay
-    from replay_patch.routers import local_layers
 
     def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
         entries = [e for e in router_replay.instances() if not e.mtp_depth]
         if not entries:
             return []
-        virtual = getattr(tf_config, "virtual_pipeline_model_parallel_size", None)
-        layers = local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
+        layers = _layers(tf_config, vp_rank)
         by_layer: dict[int, list[Any]] = {}
         for entry in entries:
             by_layer.setdefault(entry.layer_number, []).append(entry)
@@ -60,7 +66,7 @@ def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_its_order(module: Any) -> Callable[..., None]:
     """For 0.7.0, which takes layer i + (layers before this stage) of the data for router i."""
-    from replay_patch.routers import local_layers, moe_layers
+    from replay_patch.routers import moe_layers
 
     original = module.set_router_replay_data
 
@@ -78,8 +84,7 @@ def _in_its_order(module: Any) -> Callable[..., None]:
                 f"{Probe().megatron()}, verl: routes of {held} layers; expected all "
                 f"{tf_config.num_layers}, or the {len(all_moe)} MoE layers"
             )
-        virtual = getattr(tf_config, "virtual_pipeline_model_parallel_size", None)
-        layers = local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
+        layers = _layers(tf_config, vp_rank)
         start = module.get_current_rank_layer_info(tf_config, vp_rank)["start"]
         places = [0] * start + [axis.index(number) for number in layers]
         original(layers_topk_idx[:, :, places], attention_mask, tf_config, vp_rank)

@@ -1,6 +1,5 @@
 """verl's names for routing replay run on Megatron's routers as they are, and on our checks."""
 
-import functools
 import importlib
 import inspect
 import sys
@@ -45,7 +44,6 @@ def _nothing_to_apply() -> None:
 def _masked(original: Callable[..., None]) -> Callable[..., None]:
     from replay_patch import targets
 
-    @functools.wraps(original, updated=())
     def set_target_indices(self: Any, topk_indices: Any, replay_mask: Any = None) -> None:
         if replay_mask is not None:  # 0.9: bool [tokens], False: the router's own pick
             topk_indices = targets.with_native_rows(topk_indices, replay_mask, self)

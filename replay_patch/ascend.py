@@ -6,13 +6,12 @@ reason: what is not listed here does not touch the routing. (The name of this mo
 "mindspeed", because MindSpeed leaves such modules out when it takes its patches back.)
 """
 
-import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from replay_patch.errors import RouteError
-from replay_patch.patching import chain
+from replay_patch.patching import chain, module_of
 from replay_patch.probe import Probe
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -134,7 +133,7 @@ def refuse_features(config: Any, model: Any = None) -> None:
     for place in _PLACES:
         for function in chain(Probe().find(place)):
             if is_of_mindspeed(function):
-                module, name = _module(function), getattr(function, "__name__", function)
+                module, name = module_of(function), getattr(function, "__name__", function)
                 _named(module, f"{place} is {module}.{name}")
     for path, layer in model.named_modules() if model is not None else ():
         module = type(layer).__module__
@@ -146,15 +145,7 @@ def refuse_features(config: Any, model: Any = None) -> None:
 
 def is_of_mindspeed(function: Any) -> bool:
     """Whether a function, or what is called as one, is MindSpeed's (or of mindspeed_llm etc.)."""
-    return _module(function).partition(".")[0].startswith("mindspeed")
-
-
-def _module(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    # functools.wraps copies __module__ from what is wrapped.
-    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
-    return str(names.get("__name__", ""))
+    return module_of(function).partition(".")[0].startswith("mindspeed")
 
 
 def _on(value: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from replay_patch.hooks import complete
 from replay_patch.probe import Probe
+from replay_patch.rebinding import content
 from replay_patch.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class Transaction:
         """
         *around, inner = chain(vars(cls)[name])
         outer = around[-1] if around else None
-        cells = [c for c in getattr(outer, "__closure__", None) or () if _holds(c, inner)]
+        cells = _cells(outer, inner)
         if len(cells) != 1:
             self.set(cls, name, make(vars(cls)[name]))
             return
@@ -266,7 +267,7 @@ def _splice_out(current: Any, ours: Any, original: Any) -> bool:
     """Put the original in the place of ours, inside the wrapper of other code that holds it."""
     for outer in chain(current):
         if getattr(outer, "__wrapped__", None) is ours:
-            cells = [c for c in getattr(outer, "__closure__", None) or () if _holds(c, ours)]
+            cells = _cells(outer, ours)
             for cell in cells:
                 cell.cell_contents = outer.__wrapped__ = original
             return bool(cells)
@@ -278,11 +279,9 @@ def _place(owner: Any, attribute: str) -> str:
     return f"{getattr(owner, '__module__', '')}.{name}.{attribute}".lstrip(".")
 
 
-def _holds(cell: Any, value: Any) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # not bound yet
-        return False
+def _cells(function: Any, value: Any) -> list[Any]:
+    """The cells of its closure that hold the value."""
+    return [c for c in getattr(function, "__closure__", None) or () if content(c) is value]
 
 
 def _reaches(current: Any, ours: Any) -> bool:
@@ -297,6 +296,14 @@ def chain(function: Any) -> Iterator[Any]:
         seen.add(id(function))
         yield function
         function = getattr(function, "__wrapped__", _ABSENT)
+
+
+def module_of(function: Any) -> str:
+    """The module whose code is called. (functools.wraps copies `__module__` from another.)"""
+    while isinstance(function, functools.partial):
+        function = function.func
+    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return str(names.get("__name__", ""))
 
 
 # --- the state of each patch ------------------------------------------------------------------

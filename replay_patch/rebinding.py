@@ -27,7 +27,7 @@ def with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
         return _clone(function, {**function.__globals__, **names}, function.__closure__)
     there = with_globals(inner, names)
     cells = function.__closure__ or ()
-    closure = tuple(types.CellType(there) if _content(c) is inner else c for c in cells)
+    closure = tuple(types.CellType(there) if content(c) is inner else c for c in cells)
     own = function.__globals__
     held = {n: there for n in function.__code__.co_names if own.get(n) is inner}
     if closure == cells and not held:
@@ -69,8 +69,9 @@ def _clone(function: Any, names: dict[str, Any], closure: Any) -> Callable[..., 
     return clone
 
 
-def _content(cell: Any) -> Any:
+def content(cell: Any) -> Any:
+    """What a cell of a closure holds; None if that is not bound yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not bound yet
+    except ValueError:
         return None

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from replay_patch.errors import LayoutError
+from replay_patch.patching import module_of
 from replay_patch.placement import Placement, moe_layers, pipeline_size, placement, virtual_size
 
 __all__ = ["decoder_routers", "local_layers", "moe_layers", "routers"]
@@ -219,8 +220,7 @@ def _parameters(helper: Any) -> Any:
     """What it takes by name. A stranger's wrapper says the names of what it wraps (functools.wraps
     copies them), and takes these only if it hands on any keyword."""
     code = getattr(helper, "__code__", None)
-    module = str(getattr(helper, "__globals__", {}).get("__name__", ""))
-    known = module.partition(".")[0] in ("megatron", "replay_patch")
+    known = module_of(helper).partition(".")[0] in ("megatron", "replay_patch")
     if code is None or known or code.co_flags & inspect.CO_VARKEYWORDS:
         return inspect.signature(helper).parameters
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -5,6 +5,7 @@ import types
 from typing import Any
 
 from replay_patch.matrix.checks import padding, routing, schedules, tools
+from replay_patch.matrix.checks.plugin import is_ours
 from replay_patch.matrix.registry import EVERY_PATCH, REPLAY, Skip, check
 
 _PP2 = {"pipeline_model_parallel_size": 2}
@@ -43,8 +44,8 @@ def npu_targets() -> None:
         return getattr(found, "__func__", found)
 
     here = [p for p in PATCHES if p.library == "megatron"]
-    targets = dict.fromkeys(t for p in here for t in p.targets if _is_ours(live(t)))
-    targets = {t: None for t in targets if not _is_ours([*chain(live(t))][-1])}  # not an addition
+    targets = dict.fromkeys(t for p in here for t in p.targets if is_ours(live(t)))
+    targets = {t: None for t in targets if not is_ours([*chain(live(t))][-1])}  # not an addition
     assert len(targets) > 10, f"the plugin changes {list(targets)} only"
     states = _states()
     theirs: dict[str, Any] = {}
@@ -68,7 +69,7 @@ def npu_targets() -> None:
         assert not changed, f"states (before, now): {changed}"
         for target in targets:
             found = [*chain(live(target))]
-            assert any(map(_is_ours, found)), f"{target} is no longer ours"
+            assert any(map(is_ours, found)), f"{target} is no longer ours"
             # Importers bind one function under several targets: the last replacement has them all.
             assert found[-1] in theirs.values(), f"ours at {target} calls {found[-1]}"
             Manager.register_patch(target.replace(":", "."), _passing_wrapper)
@@ -81,11 +82,6 @@ def _passing_wrapper(function: Any) -> Any:
         return function(*args, **kwargs)
 
     return passing
-
-
-def _is_ours(function: Any) -> bool:
-    file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return "replay_patch" in file and "matrix" not in file
 
 
 def _states() -> dict[str, str]:
@@ -155,8 +151,7 @@ def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tu
 def npu_capacity() -> None:
     """Where MindSpeed replaces the top-k function for a capacity factor, routers replay as with
     Megatron's."""
-    _repatch(moe_expert_capacity_factor=1.0)
-    _arguments(moe_expert_capacity_factor=None)  # else it is every config's
+    _repatch_alone(moe_expert_capacity_factor=1.0)
     routing.replay()
 
 
@@ -166,8 +161,7 @@ def npu_block_recompute() -> None:
     run without recompute, bitwise."""
     from replay_patch.matrix import tiny
 
-    _repatch(recompute_method="block")
-    _arguments(recompute_method=None)
+    _repatch_alone(recompute_method="block")
     tiny.init()
     block = {"recompute_granularity": "full", "recompute_method": "block"}
     reference, calls = routing._train({})
@@ -182,8 +176,7 @@ def npu_block_recompute() -> None:
 @check("npu-mask", patches=("block_recompute_mask",), mindspeed=True)
 def npu_block_mask() -> None:
     """MindSpeed's own block recompute sees the padding mask of its forward, too."""
-    _repatch(recompute_method="block")
-    _arguments(recompute_method=None)
+    _repatch_alone(recompute_method="block")
     with tools.mindspeed_may_fail("transformer_block_checkpointed_forward() got an"):
         padding.block_recompute()
 
@@ -278,10 +271,12 @@ def _repatch(**arguments: Any) -> None:
         raise Skip("this MindSpeed has no repatch: its features are chosen on a command line")
 
 
-def _arguments(**arguments: Any) -> None:
+def _repatch_alone(**arguments: Any) -> None:
+    """With MindSpeed's features for these arguments, but not with every config having them."""
     from replay_patch.matrix import npu
 
-    vars(npu.mindspeed_args()).update(arguments)
+    _repatch(**arguments)
+    vars(npu.mindspeed_args()).update(dict.fromkeys(arguments))
 
 
 def _in_place(after: str) -> None:

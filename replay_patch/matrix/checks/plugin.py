@@ -93,10 +93,15 @@ def ours() -> list[str]:
             members = {f"{key}.{k}": v for k, v in vars(value).items()} if _is_class(value) else {}
             for path, function in ({key: value} | members).items():
                 function = getattr(function, "__func__", function)
-                file = getattr(getattr(function, "__code__", None), "co_filename", "")
-                if "replay_patch" in file and "matrix" not in file:
+                if is_ours(function):
                     found.append(f"{name}:{path}")
     return found
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is of this package, and not of its matrix."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return "replay_patch" in file and "matrix" not in file
 
 
 def _is_class(value: Any) -> bool:
