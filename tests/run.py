@@ -78,7 +78,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         wheel = install_wheel(Path(folder))
         runs = [Run("unit"), Run("install"), Run("unit", wheel=wheel)]
-        runs += [Run("release", NEWEST, wheel), Run("matrix")]
+        runs += [Run("release", NEWEST, wheel), Run("matrix"), Run("trainers")]
         # Two folders, two processes: `release` makes process groups, and so cannot fork ranks.
         for release in sorted(releases, key=lambda r: r not in (TESTED_RELEASES[0], NEWEST)):
             # These two first: they take longest (test_orders).

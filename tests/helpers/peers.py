@@ -23,18 +23,28 @@ VERSIONS = {"verl": "0.9.1", "skyrl": "0.3.0"}
 
 
 @functools.cache
-def folder(name: str) -> Path:
-    """Where the package is; it is downloaded once into the cache.
+def folder(name: str, version: str | None = None) -> Path:
+    """Where a package is, alone; of the version in `VERSIONS` unless another is asked for.
 
     Raises:
         RuntimeError: it cannot be downloaded.
     """
-    found = cache_dir() / f"{name}-{VERSIONS[name]}"
-    if not (found / name).is_dir():
+    version = version or VERSIONS[name]
+    return download(f"{name}-{version}", f"{name}=={version}")
+
+
+def download(target: str, *what: str) -> Path:
+    """`pip install --no-deps` into a folder of the cache, once.
+
+    Raises:
+        RuntimeError: it cannot be downloaded.
+    """
+    found = cache_dir() / target
+    if not found.is_dir():
         found.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=found.parent) as unfinished:
             pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
-            command = [*pip, "--target", unfinished, f"{name}=={VERSIONS[name]}"]
+            command = [*pip, "--target", unfinished, *what]
             done = subprocess.run(command, text=True, capture_output=True)
             if done.returncode:
                 raise RuntimeError(done.stderr)

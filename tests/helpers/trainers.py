@@ -1,0 +1,39 @@
+"""Trainers from PyPI, with what they import and a Megatron release, in processes of their own.
+
+Nothing of them is installed into the Python that runs the tests: they come by PYTHONPATH.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from helpers import fresh, peers
+
+from replay_patch.matrix.environments import environment
+
+TESTS = Path(__file__).parents[1]
+_REQUIREMENTS = TESTS / "trainers" / "requirements.txt"
+
+
+def dependencies() -> Path:
+    """The packages of `trainers/requirements.txt`; they are downloaded once into the cache."""
+    content = _REQUIREMENTS.read_bytes()
+    name = f"trainer-requirements-{hashlib.sha256(content).hexdigest()[:12]}"
+    return peers.download(name, "-r", str(_REQUIREMENTS))
+
+
+def run(code: str, megatron: str, trainers: Mapping[str, str], *, plugin: bool = True) -> Any:
+    """Run `code`, which prints one JSON value last, and return that; tests/ is on its path.
+
+    Args:
+        megatron: a release of Megatron-core.
+        trainers: what to have on the path, package: version.
+        plugin: with REPLAY_PATCH=1.
+    """
+    paths = [os.environ.get("PYTHONPATH"), environment(megatron), TESTS]
+    paths += [peers.folder(name, version) for name, version in trainers.items()]
+    paths += [dependencies()]
+    env = {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
+    return fresh.run(code, **env, **({"REPLAY_PATCH": "1"} if plugin else {}))
