@@ -22,6 +22,10 @@ from replay_patch.patches import (
     router_objects,
     router_replay_module,
     router_topk,
+    verl_max_tokens,
+    verl_max_tokens_sglang,
+    verl_resumed_routes,
+    verl_rollout_routes,
     verl_router_lists,
     verl_router_replay,
 )
@@ -47,6 +51,10 @@ PATCHES = (
     repatch.PATCH,
     verl_router_replay.PATCH,
     verl_router_lists.PATCH,
+    verl_rollout_routes.PATCH,
+    verl_resumed_routes.PATCH,
+    verl_max_tokens.PATCH,
+    verl_max_tokens_sglang.PATCH,
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)

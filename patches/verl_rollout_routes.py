@@ -1,0 +1,142 @@
+"""verl's rollout routes reach the batch for every agent loop, each at its own token."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.errors import RouteError
+from replay_patch.patching import Patch, Transaction
+from replay_patch.probe import Probe
+
+_log = logging.getLogger(__name__)
+
+_MODULE = "verl.experimental.agent_loop.agent_loop"
+_WORKERS = (f"{_MODULE}:AgentLoopWorkerBase", f"{_MODULE}:AgentLoopWorker")  # 0.7.0, later
+_CLIENTS = (f"{_MODULE}:AsyncLLMServerManager", "verl.workers.rollout.llm_server:LLMServerClient")
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    fields = getattr(probe.find(f"{_MODULE}:AgentLoopOutput"), "model_fields", {})
+    named = sorted(name for name in fields if name.startswith("routed_experts"))
+    return named == ["routed_experts"], f"an agent loop returns {named or 'no routes'}"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap(_first(_WORKERS), "_run_agent_loop", _with_a_trajectory)
+    transaction.wrap(_first(_CLIENTS), "generate", _noted)
+
+
+def _first(places: tuple[str, ...]) -> Any:
+    found = [cls for cls in map(Probe().find, places) if cls is not None]
+    if not found:
+        raise LookupError(f"none of {', '.join(places)} is there")
+    return found[0]
+
+
+def _with_a_trajectory(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.routes import passes
+
+    async def _run_agent_loop(
+        self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any
+    ) -> Any:
+        if not self.config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False):
+            return await original(self, sampling_params, trajectory, **kwargs)
+        if "_agent_loop_postprocess" not in vars(self):  # of the class it is, a user's too
+            self._agent_loop_postprocess = _routed(self._agent_loop_postprocess)
+        this = passes.Trajectory(_name(trajectory, kwargs), unwanted=bool(trajectory["validate"]))
+        before = passes.current.set(this)
+        try:
+            return await original(self, sampling_params, trajectory, **kwargs)
+        finally:
+            passes.current.reset(before)
+
+    return _run_agent_loop
+
+
+def _name(trajectory: Any, kwargs: Any) -> str:
+    said = {"uid": kwargs.get("uid"), "session": kwargs.get("session_id"), **trajectory}
+    said.pop("validate")
+    return "verl: " + ", ".join(
+        f"{key} {value}" for key, value in said.items() if value is not None
+    )
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.routes import passes
+
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = await original(self, *args, **kwargs)
+        trajectory = passes.current.get()
+        if trajectory is not None and hasattr(output, "routed_experts"):
+            trajectory.add(kwargs["prompt_ids"], output.token_ids, output.routed_experts)
+            if trajectory.merged_by_caller:
+                output.routed_experts = None
+        return output
+
+    return generate
+
+
+def _routed(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """Of one worker. It does nothing once the plugin is deactivated: there is no trajectory."""
+    from replay_patch.routes import passes
+
+    async def _agent_loop_postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
+        trajectory = passes.current.get()
+        if trajectory is not None and output is not None:
+            for one in output if isinstance(output, list) else [output]:
+                one.routed_experts = None if trajectory.unwanted else _routes(trajectory, one)
+        return await postprocess(output, *args, **kwargs)
+
+    return _agent_loop_postprocess
+
+
+def _routes(trajectory: Any, output: Any) -> Any:
+    routes = trajectory.routes([*output.prompt_ids, *output.response_ids])
+    if routes is None:
+        routes = output.routed_experts  # of a loop that does not generate through verl's client
+    elif (routes < 0).all():
+        routes = None
+    if routes is None:
+        raise RouteError(
+            f"{trajectory.name}: no token has routed_experts, though "
+            "rollout.enable_rollout_routing_replay is on; expected rows for all but the last "
+            "token. Does this engine return them (vLLM: enable_return_routed_experts), and for "
+            "these tokens?"
+        )
+    sampled = [i for i, by_model in enumerate(output.response_mask[:-1]) if by_model]
+    rows = routes[len(output.prompt_ids) :]
+    missing = sum(1 for i in sampled if i >= len(rows) or (rows[i] < 0).any())
+    if missing:
+        _log.warning(
+            "%s: %d of %d sampled tokens have no routed_experts; the trainer routes these natively",
+            trajectory.name,
+            missing,
+            len(sampled),
+        )
+    return routes
+
+
+PATCH = Patch(
+    name="verl_rollout_routes",
+    targets=(
+        *(f"{worker}._run_agent_loop" for worker in _WORKERS),
+        *(f"{client}.generate" for client in _CLIENTS),
+    ),
+    modules=(_MODULE,),
+    why=(
+        "Each of verl's agent loops hands on `routed_experts` by itself: 0.7.0's tool loop leaves "
+        "it out; one of several turns without routes leaves the rows of the turn before; and where "
+        "a sample has none, the batch is without, or `torch.cat` fails far from the cause. Tokens "
+        "without a row get zeros, which are ids of expert 0."
+    ),
+    how=(
+        "With `enable_rollout_routing_replay`, what the client's `generate` returns is noted for "
+        "each trajectory, and before a loop's output is padded its `routed_experts` is made from "
+        "that: a row for each token, compared by token ids, -1 where there is none. A sample "
+        "without any is one error that names it. Validation gets no routes."
+    ),
+    upstream="none",
+    remove_when="verl's agent loops say themselves which rows are captured",
+    needed=_needed,
+    apply=_apply,
+)
