@@ -11,9 +11,10 @@ from transformer_engine.pytorch.arguments import refuse
 class _Norm(torch.nn.Module):
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,  # the older name
         params_dtype: torch.dtype | None = None,
         device: Any = None,
         **rest: Any,
@@ -21,10 +22,11 @@ class _Norm(torch.nn.Module):
         super().__init__()
         refuse(type(self).__name__, rest)
         self.eps, self.zero_centered = eps, zero_centered_gamma
+        size = hidden_size if normalized_shape is None else normalized_shape
         made = torch.zeros if zero_centered_gamma else torch.ones
-        self.weight = torch.nn.Parameter(made(hidden_size, dtype=params_dtype, device=device))
+        self.weight = torch.nn.Parameter(made(size, dtype=params_dtype, device=device))
         if isinstance(self, LayerNorm):
-            bias = torch.zeros(hidden_size, dtype=params_dtype, device=device)
+            bias = torch.zeros(size, dtype=params_dtype, device=device)
             self.bias = torch.nn.Parameter(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
