@@ -155,10 +155,8 @@ def sessions(model: Any) -> dict[str, Any]:
     recorded, native, replayed = ([m[real] for m in maps] for maps in (recorded, native, replayed))
     return {
         "wrapped in": wrappers(chunk),
-        "changed": [
-            not torch.equal(a[real], b[real]) for a, b in zip(recorded, native, strict=True)
-        ],
-        "in sessions": equal([m[real] for m in recorded], [m[real] for m in replayed]),
+        "changed": [not same for same in equal(recorded, native)],
+        "in sessions": equal(recorded, replayed),
         "report": [replay.report.replayed, replay.report.holes],
     }
 

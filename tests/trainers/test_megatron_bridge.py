@@ -40,7 +40,7 @@ UNFINISHED = {
     "Llama31NemotronUltra253BProvider",
     "Llama33NemotronSuper49BProvider",
 }
-"""Of these there is no asdict before `finalize()`, plugin or not: it wants `per_block_parameters`."""
+"""They have no asdict before `finalize()`, plugin or not: it wants `per_block_parameters`."""
 
 BEGIN = """
 import json
