@@ -69,6 +69,17 @@ def provided_alone(name: str) -> Any:
     return provider.provide(pre_process=True, post_process=True)
 
 
+def with_lora(target_modules: list[str]) -> Any:
+    from megatron.bridge.peft.lora import LoRA
+
+    [model] = qwen3_moe("enable_routing_replay")
+    return LoRA(target_modules=target_modules, dim=4, alpha=4)(model, training=True)
+
+
+def lora_on_the_router() -> str:
+    return bridges.error(lambda: with_lora(["router"])(*bridges.inputs()))
+
+
 def decoder_built_twice() -> dict[str, Any]:
     """What a caller by position gets, with no garbage collection while and after building."""
     gc.collect()
@@ -104,6 +115,9 @@ def replayed() -> dict[str, Any]:
     del model
     [model] = deepseek("enable_routing_replay")
     out["deepseek"] = bridges.low_level(model) | bridges.sessions(model)
+    del model
+    model = with_lora(["linear_qkv", "linear_proj"])
+    out["lora"] = bridges.low_level(model) | bridges.sessions(model)
     del model
     model = qwen3_moe("enable_routing_replay", wrapped=True)
     out["wrapped"] = bridges.low_level(model[0]) | bridges.sessions(model)

@@ -22,7 +22,7 @@ CANNOT = {
     "0.15.3": "ModuleNotFoundError: No module named "
     "'megatron.core.models.gpt.experimental_attention_variant_module_specs'",
 }
-"""Release -> what `import megatron.bridge` raises there, with the plugin and without."""
+"""Release -> what `import megatron.bridge` raises there, plugin or not."""
 
 BEYOND = {
     "0.17.1": {
@@ -64,6 +64,7 @@ answer(
     twice=models.decoder_built_twice,
     twice_by_session=models.twice_by_session,
     recompute=models.recomputed,
+    lora_on_the_router=models.lora_on_the_router,
     failed=lambda: [p.name for p in replay_patch.status().patches if p.state in ("failed", "lost")],
 )
 """
@@ -87,6 +88,7 @@ answer(
     override=lambda: bridges.error(lambda: configs.overridden(configs.provider(), legacy)),
     routers_without_replay=set_late,
     twice=models.decoder_built_twice,
+    lora_on_the_router=models.lora_on_the_router,
     late=activated_late,
 )
 """
@@ -124,6 +126,7 @@ ALL_REPLAYED = {
     "enable_routing_replay": REPLAYED,
     "moe_enable_routing_replay": REPLAYED,
     "deepseek": REPLAYED,
+    "lora": REPLAYED,
     "wrapped": REPLAYED | WRAPPED,
 }
 SAVED = dict.fromkeys(["strict", "lenient", "yaml", "overrides"], [True] * 3)
@@ -183,6 +186,14 @@ def test_its_files_and_overrides_carry_the_fields(answers: Any) -> None:
 
 def test_provided_models_replay_by_either_name_and_as_they_are_wrapped(answers: Any) -> None:
     assert answers["replayed"] == ALL_REPLAYED
+
+
+def test_lora_on_routers_is_its_own_error(answers: Any) -> None:
+    """Its wrapper takes no padding mask, which each Megatron that it imports with gives."""
+    error = "TypeError: LoRATopKRouter.forward() takes 2 positional arguments but 3 were given"
+    without = ask("0.16.1", BEGIN + WITHOUT, plugin=False)
+
+    assert [answers["lora_on_the_router"], without["lora_on_the_router"]] == [error] * 2
 
 
 def test_forwards_and_recomputes_replay(answers: Any) -> None:
