@@ -28,7 +28,7 @@ class DotProductAttention(torch.nn.Module):
         softmax = None if softmax_type == "vanilla" else softmax_type
         other = {"window_size": window_size if windowed else None, "softmax_type": softmax}
         refuse(
-            "DotProductAttention", {**rest, **other, "attention_dropout": attention_dropout or 0}
+            "DotProductAttention", {**rest, **other, "attention_dropout": attention_dropout or None}
         )
         self.mask_type, self.scale = attn_mask_type, softmax_scale
 

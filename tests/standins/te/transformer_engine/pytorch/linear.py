@@ -67,7 +67,7 @@ class LayerNormLinear(Linear):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, **kwargs)
-        refuse(type(self).__name__, {"return_layernorm_output": return_layernorm_output or None})
+        refuse(type(self).__name__, {"return_layernorm_output": return_layernorm_output})
         self.eps, self.zero_centered = eps, zero_centered_gamma
         made = torch.zeros if zero_centered_gamma else torch.ones
         self.layer_norm_weight = torch.nn.Parameter(made(in_features, **self._where))
