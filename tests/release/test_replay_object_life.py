@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.routers import FORWARD, RECORD, as_map, hidden_states, make_router, some_ids
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from replay_patch.matrix import tiny
 
@@ -57,17 +59,30 @@ def test_an_entry_keeps_no_router_alive() -> None:
     assert replay.get_recorded_indices() is not None
 
 
-def test_a_model_that_builds_its_decoder_twice_leaves_the_routers_that_run() -> None:
-    def model() -> Any:
-        return tiny.gpt_model(tiny.moe_config(enable_routing_replay=True))
+class Twice(GPTModel):
+    """As Qwen3-VL of Megatron-Bridge and of later mbridge."""
 
-    first = model()
-    second = model()
-    del first
+    def __init__(self, config: Any, transformer_layer_spec: Any, **kwargs: Any) -> None:
+        super().__init__(config, transformer_layer_spec, **kwargs)
+        self.decoder = TransformerBlock(config, transformer_layer_spec)
+
+
+def test_a_model_that_builds_its_decoder_twice_lists_the_routers_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once: nothing waits for the garbage collector."""
+    monkeypatch.setattr("megatron.core.models.gpt.GPTModel", Twice)
     gc.collect()
+    gc.disable()
+    try:
+        model = tiny.gpt_model(tiny.moe_config(enable_routing_replay=True))
+        listed = list(RouterReplay.global_router_replay_instances)
+    finally:
+        gc.enable()
 
-    running = [m.router_replay for m in second.modules() if isinstance(m, TopKRouter)]
-    assert running == RouterReplay.global_router_replay_instances
+    running = [m.router_replay for m in model.modules() if isinstance(m, TopKRouter)]
+    assert isinstance(model, Twice)
+    assert running == listed
 
 
 def test_a_copied_router_has_a_replay_object_of_its_own() -> None:
