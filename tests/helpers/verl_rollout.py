@@ -3,6 +3,7 @@
 For processes of tests/trainers; everything is in this process, without Ray actors.
 """
 
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ def model(folder: Path) -> Path:
     return folder
 
 
+@functools.cache
 def config(folder: Path, replay: bool = True) -> Any:
     """verl's own default configuration, with R3's rollout option."""
     import verl

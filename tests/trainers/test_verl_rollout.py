@@ -26,6 +26,8 @@ from standins import rollout_engines
 rollout_engines.install()
 from helpers.verl_rollout import *
 logging.disable(logging.WARNING)
+sleep = asyncio.sleep
+asyncio.sleep = lambda seconds: sleep(0)  # verl waits a second before it resumes
 
 from ray import cloudpickle
 from transformers import AutoTokenizer
