@@ -45,11 +45,27 @@ def _masked(original: Callable[..., None]) -> Callable[..., None]:
     from replay_patch import targets
 
     def set_target_indices(self: Any, topk_indices: Any, replay_mask: Any = None) -> None:
-        if replay_mask is not None:  # 0.9: bool [tokens], False: the router's own pick
-            topk_indices = targets.with_native_rows(topk_indices, replay_mask, self)
+        mask = _captured(topk_indices, replay_mask)
+        if mask is not None:
+            topk_indices = targets.with_native_rows(topk_indices, mask, self)
         original(self, topk_indices)
 
     return set_target_indices
+
+
+def _captured(ids: Any, mask: Any) -> Any:
+    """bool [tokens], False: the router's own pick. None: all are to be replayed.
+
+    `mask` is verl 0.9's; rows with -1 are tokens that the rollout has no route for. What is on a
+    device is not waited for.
+    """
+    fits = mask is None or getattr(mask, "shape", None) == getattr(ids, "shape", ())[:1]
+    if getattr(ids, "ndim", 0) != 2 or not fits:
+        return mask  # for the check to refuse
+    captured = (ids >= 0).all(dim=1)
+    if captured.device.type == "cpu" and captured.all():
+        return mask
+    return captured if mask is None else captured & mask.to(captured.device)
 
 
 PATCH = Patch(
@@ -70,7 +86,8 @@ PATCH = Patch(
     ),
     how=(
         "Its `RouterReplay` and `RouterReplayAction` are Megatron's (ours before 0.16), with "
-        "verl's `router_instances` as another name of the list and verl 0.9's `replay_mask`; "
+        "verl's `router_instances` as another name of the list and verl 0.9's `replay_mask`; rows "
+        "of -1 (verl_rollout_routes) are native too; "
         "`apply_router_replay_patch` leaves Megatron alone, and is refused if the plugin is not "
         "fully active. All else of verl is its own."
     ),
