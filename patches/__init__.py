@@ -22,6 +22,12 @@ from replay_patch.patches import (
     router_objects,
     router_replay_module,
     router_topk,
+    skyrl_environment,
+    skyrl_expert_bias,
+    skyrl_missing_routes,
+    skyrl_replay_schedule,
+    skyrl_replay_setup,
+    skyrl_sampling,
     verl_router_lists,
     verl_router_replay,
 )
@@ -47,6 +53,12 @@ PATCHES = (
     repatch.PATCH,
     verl_router_replay.PATCH,
     verl_router_lists.PATCH,
+    skyrl_replay_setup.PATCH,
+    skyrl_replay_schedule.PATCH,
+    skyrl_expert_bias.PATCH,
+    skyrl_sampling.PATCH,
+    skyrl_missing_routes.PATCH,
+    skyrl_environment.PATCH,
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)

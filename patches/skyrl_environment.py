@@ -1,0 +1,48 @@
+"""SkyRL hands our variables on to its Ray workers."""
+
+import functools
+import os
+from typing import Any
+
+from replay_patch.patching import Patch, Transaction
+from replay_patch.probe import Probe
+
+_MODULE = "skyrl.train.utils.utils"
+_NAME = "prepare_runtime_environment"
+_PREFIX = "REPLAY_PATCH"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    function = probe.find(f"{_MODULE}:{_NAME}")
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False, "this release makes no environment for its workers"
+    return True, "it lists the variables that its workers get, and ours are not on the list"
+
+
+def _apply(transaction: Transaction) -> None:
+    original = Probe().find(f"{_MODULE}:{_NAME}")
+
+    @functools.wraps(original, updated=())
+    def prepare_runtime_environment(*args: Any, **kwargs: Any) -> dict[str, str]:
+        ours = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
+        return {**ours, **original(*args, **kwargs)}
+
+    transaction.set_everywhere(_NAME, original, prepare_runtime_environment)
+
+
+PATCH = Patch(
+    name="skyrl_environment",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "Ray workers of a cluster that is running already have the environment of `ray start`, "
+        "and of the driver only what SkyRL lists: REPLAY_PATCH=1 before a launch command would "
+        "reach the driver alone, and the models would train without this plugin."
+    ),
+    how="What it returns, with the driver's REPLAY_PATCH* variables added.",
+    upstream="none",
+    remove_when="never: the variables are ours",
+    needed=_needed,
+    apply=_apply,
+)
