@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from replay_patch.errors import LayoutError, RouteError
+from replay_patch.errors import RouteError
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
 
@@ -77,14 +77,13 @@ def _forward(
     from replay_patch.routes.index import to_device
 
     action = importlib.import_module(MODULE).RouterReplayAction.REPLAY_FORWARD
-    try:
-        layers = local_layers(model_config)
-    except LayoutError as error:
+    if (getattr(model_config, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
         raise RouteError(
-            f"{Probe().megatron()}, SkyRL's {_NAMES[0]}: which layers are to be replayed is not "
-            f"known ({error}). With virtual pipeline stages its call does not say which chunk it "
-            "is for: run the model by MegatronModelWrapper, or with replay_patch.replaying()"
-        ) from error
+            f"{Probe().megatron()}, SkyRL's {_NAMES[0]}: the model has virtual pipeline stages, and "
+            "the call does not say which of them it is for; expected a schedule of "
+            "MegatronModelWrapper's, or a replay_patch.replaying() block, which know"
+        )
+    layers = local_layers(model_config)
     entries = _entries(layers)
     routes, layout = microbatch(
         rollout_expert_indices, attention_mask, model_config, remove_microbatch_padding, layers

@@ -22,8 +22,8 @@ Row = Place | None
 """A place, or None for padding."""
 
 
-def start(**parallel: Any) -> None:
-    """Make SkyRL importable, and Megatron's process groups."""
+def prepare() -> None:
+    """Make SkyRL importable. Ranks can be forked after it."""
     # jaxtyping's annotations in a TypedDict: typing's own refuses them before Python 3.12.
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     sys.path.append(str(peers.folder("skyrl") / "skyrl-gym"))  # a second package in the same wheel
@@ -31,7 +31,6 @@ def start(**parallel: Any) -> None:
     import megatron.core  # noqa: F401
 
     cpu.patch_megatron()
-    tiny.init(**parallel)
 
 
 def module(name: str) -> Any:
@@ -144,6 +143,19 @@ def run(wrapped: Any, batches: list[dict[str, Any]], *, train: bool = True) -> A
         return wrapped.forward_backward_mini_batch(**where, loss_fn="cross_entropy")
     with torch.no_grad():
         return wrapped.forward(**where)
+
+
+def call_unpacked(model: Any, batch: dict[str, Any], *, before_backward: Any) -> None:
+    """One forward and backward of a model, as SkyRL's forward step prepares an unpacked batch."""
+    utils = module("backends.skyrl_train.distributed.megatron.megatron_utils")
+    tokens, mask, positions = utils.remove_left_padding(
+        batch["sequences"], batch["attention_mask"].bool(), batch["position_ids"]
+    )
+    # With labels: without them 0.16 cannot run an MTP block.
+    attention = utils.to_te_attention_mask(mask)
+    output = model(tokens, positions, attention, labels=tokens)
+    before_backward()
+    output.sum().backward()
 
 
 # --- what the routers did -------------------------------------------------------------------------
