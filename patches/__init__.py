@@ -24,6 +24,7 @@ from replay_patch.patches import (
     router_topk,
     skyrl_environment,
     skyrl_expert_bias,
+    skyrl_lost_routes,
     skyrl_missing_routes,
     skyrl_replay_schedule,
     skyrl_replay_setup,
@@ -58,6 +59,7 @@ PATCHES = (
     skyrl_expert_bias.PATCH,
     skyrl_sampling.PATCH,
     skyrl_missing_routes.PATCH,
+    skyrl_lost_routes.PATCH,
     skyrl_environment.PATCH,
 )
 

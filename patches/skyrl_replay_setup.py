@@ -1,7 +1,6 @@
 """SkyRL's routes of a microbatch come to the routers and rows that its tokens go through."""
 
 import importlib
-import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,11 +24,11 @@ _PARAMETERS = (
 
 def check_form(probe: Probe) -> None:
     """Raise LookupError unless SkyRL hands a microbatch over as the release that we know."""
-    found = tuple(inspect.signature(probe.find(f"{_MODULE}:{_NAMES[0]}")).parameters)
-    if found != _PARAMETERS:
+    found = probe.parameters(f"{_MODULE}:{_NAMES[0]}")
+    if found != frozenset(_PARAMETERS):
         raise LookupError(
-            f"{_MODULE}.{_NAMES[0]} takes {', '.join(found)}: expected {', '.join(_PARAMETERS)}, "
-            "as in SkyRL 0.3.0"
+            f"{_MODULE}.{_NAMES[0]} takes {', '.join(sorted(found)) or 'nothing'}: expected "
+            f"{', '.join(_PARAMETERS)}, as in SkyRL 0.3.0. Its replay runs as it is, unchecked"
         )
 
 
@@ -197,9 +196,7 @@ def microbatch(
     routes = []
     for place, (piece, mask) in enumerate(pieces):
         try:
-            routes.append(
-                Routes(piece, config.num_moe_experts, captured=mask, layers=wanted)
-            )
+            routes.append(Routes(piece, config.num_moe_experts, captured=mask, layers=wanted))
         except RouteError as error:
             raise RouteError(f"SkyRL's rollout_expert_indices, sequence {place}: {error}") from None
     return routes, layout

@@ -172,7 +172,9 @@ class Calls(list[tuple[int, int, bool, Any, Any]]):
         for chunk in chunks:
             for name, part in chunk.named_modules():
                 if isinstance(part, TopKRouter):
-                    depth = int(name.split("mtp.layers.")[1].split(".")[0]) + 1 if "mtp." in name else 0
+                    depth = (
+                        int(name.split("mtp.layers.")[1].split(".")[0]) + 1 if "mtp." in name else 0
+                    )
                     part.register_forward_hook(self._noting(depth))
         self.torch = torch
 

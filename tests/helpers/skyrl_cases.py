@@ -1,4 +1,4 @@
-"""What is asked of SkyRL, in one process each: `schedules()`, `ranks()`, `data()`.
+"""What is asked of SkyRL's schedules: `schedules()` in one process, `ranks()` in two.
 
 Each case returns what is wrong, in words; [] where all is right. It is the same code with and
 without the plugin.
@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from helpers import skyrl
-from helpers.skyrl import E, K
+from helpers.skyrl import E
 
+import replay_patch
 from replay_patch.matrix import tiny
 
 RECOMPUTE = {
@@ -26,9 +27,17 @@ HOLES = ((0, 4), (1, 2), (1, 3), (2, 0))
 """A synthetic EOS, a suffix, and a token in front."""
 
 
-def answers(cases: Sequence[Callable[[], Any]]) -> None:
-    """Print what each case says, by name."""
-    print(json.dumps({case.__name__: _answer(case) for case in cases}))
+def _print(cases: Sequence[Callable[[], Any]], both: bool) -> None:
+    found = [answers(cases)]
+    if both:
+        replay_patch.activate()
+        found.append(answers(cases))
+    print(json.dumps(found))
+
+
+def answers(cases: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+    """What each case says, by name."""
+    return {case.__name__: _answer(case) for case in cases}
 
 
 def _answer(case: Callable[[], Any]) -> Any:
@@ -155,9 +164,7 @@ def _native_mtp(calls: skyrl.Calls) -> list[str]:
 def some_without_routes() -> list[str]:
     """Three microbatches, the one in the middle without routes; recompute."""
     made, calls = model(num_layers=1, **RECOMPUTE)
-    given = [
-        skyrl.micro_batch([4, 4], 4, 1, samples=[n, n + 3], routes=n != 1) for n in range(3)
-    ]
+    given = [skyrl.micro_batch([4, 4], 4, 1, samples=[n, n + 3], routes=n != 1) for n in range(3)]
     skyrl.run(skyrl.wrapper([made], packed=True), given)
     out = []
     for backward in (False, True):
@@ -229,7 +236,7 @@ def called_directly() -> list[str]:
     utils = skyrl.replay_utils()
     utils.patch_topk_router_layer_number()
     options = {"num_layers": 3, "moe_layer_freq": [0, 1, 1], "mtp_num_layers": 1}
-    made, calls = model(**options, **RECOMPUTE)
+    made, calls = model(**options, mtp_loss_scaling_factor=0.1, **RECOMPUTE)
     [batch, _] = batches(3, HOLES)
     ids, mask = batch["rollout_expert_indices"], batch["attention_mask"]
     utils.setup_per_microbatch_replay_forward(ids, mask, model_config=made.config)
@@ -283,28 +290,31 @@ def _one_layer_less(batch: Any) -> None:
     batch["rollout_expert_indices"] = batch["rollout_expert_indices"][:, :, :1]
 
 
-def schedules() -> None:
-    """All of one process."""
+def schedules(both: bool = False) -> None:
+    """Print all of one process.
+
+    Args:
+        both: without our patches, and then with them.
+    """
     skyrl.prepare()
     tiny.init()
-    answers(
-        [
-            unpacked,
-            packed,
-            uncaptured,
-            forward_only,
-            padding,
-            dense_and_mtp,
-            dense_and_mtp_in_training,
-            some_without_routes,
-            left_over,
-            same_batch_again,
-            no_routes_at_all,
-            called_directly,
-            called_directly_for_two_models,
-            bad_routes,
-        ]
-    )
+    cases = [
+        unpacked,
+        packed,
+        uncaptured,
+        forward_only,
+        padding,
+        dense_and_mtp,
+        dense_and_mtp_in_training,
+        some_without_routes,
+        left_over,
+        same_batch_again,
+        no_routes_at_all,
+        called_directly,
+        called_directly_for_two_models,
+        bad_routes,
+    ]
+    _print(cases, both)
 
 
 # --- two processes --------------------------------------------------------------------------------
@@ -411,17 +421,16 @@ def _on_two_ranks(function: Any, *args: Any) -> list[str]:
     return [f"rank {rank}: {what}" for rank, each in enumerate(said) for what in each]
 
 
-def ranks() -> None:
-    """All of two processes."""
+def ranks(both: bool = False) -> None:
+    """Print all of two processes; `both` as in `schedules`."""
     skyrl.prepare()
     skyrl.module("backends.skyrl_train.workers.megatron.megatron_model_wrapper")  # forked with it
-    answers(
-        [
-            sequence_parallel_off,
-            sequence_parallel_on,
-            sequence_parallel_unpacked,
-            several_in_a_row,
-            virtual_stages,
-            virtual_stage_called_directly,
-        ]
-    )
+    cases = [
+        sequence_parallel_off,
+        sequence_parallel_on,
+        sequence_parallel_unpacked,
+        several_in_a_row,
+        virtual_stages,
+        virtual_stage_called_directly,
+    ]
+    _print(cases, both)
