@@ -1,6 +1,7 @@
 """SkyRL hands our variables on to its Ray workers."""
 
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -14,10 +15,10 @@ _PREFIX = "REPLAY_PATCH"
 
 def _needed(probe: Probe) -> tuple[bool, str]:
     function = probe.find(f"{_MODULE}:{_NAME}")
-    code = getattr(function, "__code__", None)
-    if code is None:
+    if function is None:
         return False, "this release makes no environment for its workers"
-    return True, "it lists the variables that its workers get, and ours are not on the list"
+    listed = _PREFIX in inspect.unwrap(function).__code__.co_consts
+    return not listed, f"its list of what workers get {'has' if listed else 'lacks'} our variables"
 
 
 def _apply(transaction: Transaction) -> None:
@@ -42,7 +43,7 @@ PATCH = Patch(
     ),
     how="What it returns, with the driver's REPLAY_PATCH* variables added.",
     upstream="none",
-    remove_when="never: the variables are ours",
+    remove_when="SkyRL hands on the driver's variables",
     needed=_needed,
     apply=_apply,
 )

@@ -1,5 +1,6 @@
 """SkyRL's trainer refuses a batch that has lost its routes as a whole."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ _FIELD = "rollout_expert_indices"
 
 
 def _needed(probe: Probe) -> tuple[bool, str]:
-    code = getattr(probe.find(f"{_TRAINER}.{_NAME}"), "__code__", None)
-    takes = code is not None and _FIELD in code.co_consts
+    function = probe.find(f"{_TRAINER}.{_NAME}")
+    takes = function is not None and _FIELD in inspect.unwrap(function).__code__.co_consts
     return takes, f"it {'takes a batch without' if takes else 'does not know'} {_FIELD}"
 
 

@@ -1,5 +1,6 @@
 """SkyRL's schedules replay each microbatch in the chunk that runs it, and leave nothing behind."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
     names = {
         name
         for schedule in _SCHEDULES
-        for code in probe.find(f"{_WRAPPER}.{schedule}").__code__.co_consts
+        for code in inspect.unwrap(probe.find(f"{_WRAPPER}.{schedule}")).__code__.co_consts
         for name in getattr(code, "co_names", ())
     }
     if "setup_per_microbatch_replay_forward" not in names:

@@ -78,8 +78,8 @@ def _forward(
     action = importlib.import_module(MODULE).RouterReplayAction.REPLAY_FORWARD
     if (getattr(model_config, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
         raise RouteError(
-            f"{Probe().megatron()}, SkyRL's {_NAMES[0]}: the model has virtual pipeline stages, and "
-            "the call does not say which of them it is for; expected a schedule of "
+            f"{Probe().megatron()}, SkyRL's {_NAMES[0]}: the model has virtual pipeline stages, "
+            "and the call does not say which of them it is for; expected a schedule of "
             "MegatronModelWrapper's, or a replay_patch.replaying() block, which know"
         )
     layers = local_layers(model_config)
@@ -131,7 +131,7 @@ def _entries(layers: Sequence[int]) -> list[Any]:
     if wrong or len(by_layer) > len(layers):
         raise RouteError(
             f"{Probe().megatron()}, SkyRL's {_NAMES[0]}: the MoE layers of this stage are "
-            f"{tuple(layers)}, and routers with replay on are there for {sorted(by_layer, key=str)} "
+            f"{tuple(layers)}, and routers with replay on are in {sorted(by_layer, key=str)} "
             f"(not one for a layer: {wrong}); expected one model with replay on in a process. "
             "Switch replay off for the others, or run each by MegatronModelWrapper, or with "
             "replay_patch.replaying()"
@@ -192,7 +192,7 @@ def microbatch(
         # This stage's layers only, before they leave the device.
         own = ids[:, :, [axis.index(number) for number in wanted]]
         rows = own.cpu().flatten(0, 1)[places]
-    pieces = zip(rows.split(lengths), captured.split(lengths), strict=True)
+    pieces = zip(torch.split(rows, lengths), torch.split(captured, lengths), strict=True)
     routes = []
     for place, (piece, mask) in enumerate(pieces):
         try:

@@ -5,6 +5,7 @@ a real token, counted without padding.
 """
 
 import importlib
+import re
 import sys
 import typing
 from collections.abc import Iterable, Sequence
@@ -172,9 +173,8 @@ class Calls(list[tuple[int, int, bool, Any, Any]]):
         for chunk in chunks:
             for name, part in chunk.named_modules():
                 if isinstance(part, TopKRouter):
-                    depth = (
-                        int(name.split("mtp.layers.")[1].split(".")[0]) + 1 if "mtp." in name else 0
-                    )
+                    block = re.search(r"mtp\.layers\.(\d+)", name)
+                    depth = int(block[1]) + 1 if block else 0
                     part.register_forward_hook(self._noting(depth))
         self.torch = torch
 

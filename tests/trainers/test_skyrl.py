@@ -92,9 +92,8 @@ def test_without_the_plugin_two_ranks_get_other_rows_or_fail() -> None:
     found = ask("ranks", "0.16.1")[0]
 
     for name in ("sequence_parallel_off", "sequence_parallel_on", "sequence_parallel_unpacked"):
-        assert all(
-            "ProcessGroupGloo::allgather: invalid tensor size" in what for what in found[name]
-        )
+        assert found[name]
+        assert all("allgather: invalid tensor size" in what for what in found[name])
     assert "rank 0: (1, 0): [], not [2, 5]" in found["several_in_a_row"]
     assert found["virtual_stages"][0].startswith("AssertionError: vp_stage must be provided")
 
@@ -129,7 +128,7 @@ def test_every_rank_and_chunk_replays_its_own_rows_and_layers(megatron: str) -> 
     found = dict(ask("ranks", megatron)[-1])
     refused = found.pop("virtual_stage_called_directly")
 
-    assert found == dict.fromkeys(found, [])
+    assert {name: what for name, what in found.items() if what} == {}
     assert len(refused) == 2
     assert all("RouteError" in what and "virtual pipeline stages" in what for what in refused)
 
@@ -166,8 +165,8 @@ def test_without_the_patches_routes_are_lost_or_stay_with_a_rejected_sample() ->
 def test_routes_follow_their_sample_and_none_may_lack_them() -> None:
     _, found = ask_data()
 
-    right = ("reordered_and_split", "filtered", "replaced", "environment")
-    assert {name: found[name] for name in right} == dict.fromkeys(right, [])
+    for name in ("reordered_and_split", "filtered", "replaced", "environment"):
+        assert found[name] == []
     assert found["masked_sample_without"] == ["taken"]
     refused = {"one_sample_without": 1, "no_sample_with": 0, "field_lost": 0}
     for name, sample in refused.items():
