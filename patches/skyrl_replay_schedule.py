@@ -79,7 +79,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
         # SkyRL's own steps then leave the routers alone, and with virtual stages no chunk takes
         # the routes away from the next.
         rest = [{**batch, _FIELD: None} for batch in micro_batches]
-        with replaying(self.actor_module) as session:
+        with replaying(self.actor_module, overlap_every=0) as session:  # nobody reads it
             hooks = [
                 chunk.register_forward_pre_hook(begin([]), prepend=True, with_kwargs=True)
                 for chunk in self.actor_module
@@ -89,7 +89,14 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 for hook in hooks:
                     hook.remove()
-        _log.debug("SkyRL, %s: %s", original.__name__, session.report)
+        report = session.report
+        _log.debug(
+            "SkyRL, %s: tokens x layers: %d replayed, %d without a route, %d padding",
+            original.__name__,
+            report.replayed,
+            report.holes,
+            report.padding,
+        )
         return done
 
     return schedule

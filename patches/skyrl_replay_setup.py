@@ -1,5 +1,6 @@
 """SkyRL's routes of a microbatch come to the routers and rows that its tokens go through."""
 
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -50,8 +51,10 @@ def _by_position() -> bool:
 
 
 def _apply(transaction: Transaction) -> None:
-    for name, ours in zip(_NAMES, (_forward, _backward), strict=True):
-        transaction.set_everywhere(name, Probe().find(f"{_MODULE}:{name}"), ours)
+    replacements: tuple[Any, ...] = (_forward, _backward)
+    for name, ours in zip(_NAMES, replacements, strict=True):
+        original = Probe().find(f"{_MODULE}:{name}")
+        transaction.set_everywhere(name, original, functools.wraps(original, updated=())(ours))
 
 
 # --- what SkyRL calls ---------------------------------------------------------------------------
@@ -103,6 +106,8 @@ def _forward(
         entry.set_target_indices(
             ids if replayed is None else targets.with_native_rows(ids, replayed, entry)
         )
+        if getattr(model_config, "recompute_granularity", None) is None:
+            entry.replay_backward_list.clear()  # nothing will ask for it
     for entry in instances():
         if any(entry is told for told in entries):
             entry.set_router_replay_action(action)

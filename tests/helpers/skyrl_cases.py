@@ -119,20 +119,23 @@ def forward_only() -> list[str]:
 
 
 def padding() -> list[str]:
-    """Half of all rows are padding; the expert bias must not count them (case 53)."""
+    """Half of all rows are padding, which the expert bias must not count (case 53), and one token
+    has no route: it is counted, at the experts that it goes to."""
     made, calls = model(
         moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", num_layers=1
     )
-    batch = skyrl.micro_batch([8, 2, 3, 3], 8, 1, samples=[0, 1, 2, 3])
+    holes = ((0, 7),)
+    batch = skyrl.micro_batch([8, 2, 3, 3], 8, 1, samples=[0, 1, 2, 3], holes=holes)
     wrapped = skyrl.wrapper([made])
     made.config.finalize_model_grads_func = None  # it takes the counts away
     skyrl.run(wrapped, [batch])
     rows = skyrl.unpacked_rows([0, 1, 2, 3], [8, 2, 3, 3])
     [call] = calls.maps(1)
-    out = skyrl.wrong(call, rows, 1)
+    out = skyrl.wrong(call, rows, 1, holes)
     wanted = [0] * E
-    for row in rows:
-        for expert in skyrl.experts(*row, 1) if row else ():
+    for row, own in zip(rows, call[1].tolist(), strict=True):
+        native = [expert for expert in range(E) if own[expert]]
+        for expert in native if row in holes else skyrl.experts(*row, 1) if row else ():
             wanted[expert] += 1
     found = made.decoder.layers[0].mlp.router.local_tokens_per_expert.int().tolist()
     return out + ([] if found == wanted else [f"counts {found}, not {wanted}"])
@@ -253,6 +256,22 @@ def called_directly() -> list[str]:
     return out + _native_mtp(calls) + _state("after clear_router_replay()")
 
 
+def called_directly_without_recompute() -> list[str]:
+    """Nothing is kept for a recompute that does not come."""
+    utils = skyrl.replay_utils()
+    made, calls = model()
+    for batch, samples, lengths in zip(batches(2), SAMPLES, LENGTHS, strict=True):
+        ids, mask = batch["rollout_expert_indices"], batch["attention_mask"]
+        utils.setup_per_microbatch_replay_forward(ids, mask, model_config=made.config)
+        calls.clear()
+        skyrl.call_unpacked(made, batch, before_backward=utils.setup_per_microbatch_replay_backward)
+        [call] = calls.maps(1)
+        wrong = skyrl.wrong(call, skyrl.unpacked_rows(samples, lengths), 1)
+    queued = [len(entry.replay_backward_list) for entry in _listed()]
+    utils.clear_router_replay()
+    return wrong + ([f"{queued} queued"] if any(queued) else [])
+
+
 def called_directly_for_two_models() -> list[str]:
     """The call does not say for which."""
     first, second = model()[0], model()[0]
@@ -313,6 +332,7 @@ def schedules(both: bool = False) -> None:
         same_batch_again,
         no_routes_at_all,
         called_directly,
+        called_directly_without_recompute,
         called_directly_for_two_models,
         bad_routes,
     ]
@@ -380,6 +400,44 @@ def _several_in_a_row(rank: int, world: int, init_file: str) -> list[str]:
     return skyrl.wrong(call, skyrl.packed_rows([0, 1], lengths, 2)[5 * rank :][:5], 1)
 
 
+def context_parallel() -> list[str]:
+    """Each rank has two quarters of every sequence, from both ends."""
+    return _on_two_ranks(_context_parallel)
+
+
+def _context_parallel(rank: int, world: int, init_file: str) -> list[str]:
+    tiny.init(world, rank, init_file, context_parallel_size=world)
+    made, calls = model(context_parallel_size=world)
+    skyrl.run(skyrl.wrapper([made], packed=True), batches(2, HOLES), train=False)
+
+    def rows(samples: Sequence[int], lengths: Sequence[int]) -> Any:
+        out = []
+        for sample, length in zip(samples, lengths, strict=True):
+            whole = skyrl.packed_rows([sample], [length], 2 * world)
+            part = len(whole) // (2 * world)
+            for chunk in (rank, 2 * world - 1 - rank):
+                out += whole[chunk * part : (chunk + 1) * part]
+        return out
+
+    return compare(calls, (1, 2), rows, HOLES)
+
+
+def dense_stage() -> list[str]:
+    """The first of two pipeline ranks has no experts."""
+    return _on_two_ranks(_dense_stage)
+
+
+def _dense_stage(rank: int, world: int, init_file: str) -> list[str]:
+    tiny.init(world, rank, init_file, pipeline_model_parallel_size=world)
+    options = {"num_layers": 4, "moe_layer_freq": [0, 0, 1, 1], "variable_seq_lengths": True}
+    made = skyrl.config(pipeline_model_parallel_size=world, **options, **RECOMPUTE)
+    chunks = tiny.model_chunks(made, torch_attention=True)
+    calls = skyrl.Calls(*chunks)
+    skyrl.run(skyrl.wrapper(chunks, packed=True), batches(4, HOLES))
+    layers = (3, 4) if rank else ()
+    return compare(calls, layers, skyrl.packed_rows, HOLES, recompute=True)
+
+
 def virtual_stages() -> list[str]:
     """Two pipeline ranks with two chunks each, four layers, with recompute."""
     return _on_two_ranks(_virtual_stages)
@@ -432,6 +490,8 @@ def ranks(both: bool = False) -> None:
         sequence_parallel_on,
         sequence_parallel_unpacked,
         several_in_a_row,
+        context_parallel,
+        dense_stage,
         virtual_stages,
         virtual_stage_called_directly,
     ]

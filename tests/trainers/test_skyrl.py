@@ -28,6 +28,7 @@ RIGHT = (
     "same_batch_again",
     "no_routes_at_all",
     "called_directly",
+    "called_directly_without_recompute",
 )
 NO_LABELS = "AttributeError: 'NoneType' object has no attribute 'clone'"
 NO_SWITCH = (
