@@ -22,6 +22,13 @@ from replay_patch.patches import (
     router_objects,
     router_replay_module,
     router_topk,
+    skyrl_environment,
+    skyrl_expert_bias,
+    skyrl_lost_routes,
+    skyrl_missing_routes,
+    skyrl_replay_schedule,
+    skyrl_replay_setup,
+    skyrl_sampling,
     verl_max_tokens,
     verl_max_tokens_sglang,
     verl_resumed_routes,
@@ -55,6 +62,13 @@ PATCHES = (
     verl_resumed_routes.PATCH,
     verl_max_tokens.PATCH,
     verl_max_tokens_sglang.PATCH,
+    skyrl_replay_setup.PATCH,
+    skyrl_replay_schedule.PATCH,
+    skyrl_expert_bias.PATCH,
+    skyrl_sampling.PATCH,
+    skyrl_missing_routes.PATCH,
+    skyrl_lost_routes.PATCH,
+    skyrl_environment.PATCH,
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)

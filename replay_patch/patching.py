@@ -27,7 +27,7 @@ SKIPPED = "skipped"
 FAILED = "failed"
 LOST = "lost"
 
-OPTIONAL = frozenset({"mindspeed", "verl"})
+OPTIONAL = frozenset({"mindspeed", "skyrl", "verl"})
 """Libraries that a job may do without: their patches are not needed until they are imported."""
 
 

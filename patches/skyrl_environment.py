@@ -1,0 +1,49 @@
+"""SkyRL hands our variables on to its Ray workers."""
+
+import functools
+import inspect
+import os
+from typing import Any
+
+from replay_patch.patching import Patch, Transaction
+from replay_patch.probe import Probe
+
+_MODULE = "skyrl.train.utils.utils"
+_NAME = "prepare_runtime_environment"
+_PREFIX = "REPLAY_PATCH"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    function = probe.find(f"{_MODULE}:{_NAME}")
+    if function is None:
+        return False, "this release makes no environment for its workers"
+    listed = _PREFIX in inspect.unwrap(function).__code__.co_consts
+    return not listed, f"its list of what workers get {'has' if listed else 'lacks'} our variables"
+
+
+def _apply(transaction: Transaction) -> None:
+    original = Probe().find(f"{_MODULE}:{_NAME}")
+
+    @functools.wraps(original, updated=())
+    def prepare_runtime_environment(*args: Any, **kwargs: Any) -> dict[str, str]:
+        ours = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
+        return {**ours, **original(*args, **kwargs)}
+
+    transaction.set_everywhere(_NAME, original, prepare_runtime_environment)
+
+
+PATCH = Patch(
+    name="skyrl_environment",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "Ray workers of a cluster that is running already have the environment of `ray start`, "
+        "and of the driver only what SkyRL lists: REPLAY_PATCH=1 before a launch command would "
+        "reach the driver alone, and the models would train without this plugin."
+    ),
+    how="What it returns, with the driver's REPLAY_PATCH* variables added.",
+    upstream="none",
+    remove_when="SkyRL hands on the driver's variables",
+    needed=_needed,
+    apply=_apply,
+)
