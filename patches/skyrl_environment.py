@@ -2,22 +2,21 @@
 
 import functools
 import inspect
-import os
 from typing import Any
 
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
+from replay_patch.settings import PREFIX, variables
 
 _MODULE = "skyrl.train.utils.utils"
 _NAME = "prepare_runtime_environment"
-_PREFIX = "REPLAY_PATCH"
 
 
 def _needed(probe: Probe) -> tuple[bool, str]:
     function = probe.find(f"{_MODULE}:{_NAME}")
     if function is None:
         return False, "this release makes no environment for its workers"
-    listed = _PREFIX in inspect.unwrap(function).__code__.co_consts
+    listed = PREFIX in inspect.unwrap(function).__code__.co_consts
     return not listed, f"its list of what workers get {'has' if listed else 'lacks'} our variables"
 
 
@@ -26,8 +25,7 @@ def _apply(transaction: Transaction) -> None:
 
     @functools.wraps(original, updated=())
     def prepare_runtime_environment(*args: Any, **kwargs: Any) -> dict[str, str]:
-        ours = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
-        return {**ours, **original(*args, **kwargs)}
+        return {**variables(), **original(*args, **kwargs)}
 
     transaction.set_everywhere(_NAME, original, prepare_runtime_environment)
 

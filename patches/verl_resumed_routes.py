@@ -1,5 +1,6 @@
 """Routes of generations that verl aborted and resumed, each at its own token."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,8 @@ def _client(probe: Probe) -> Any:
 
 def _needed(probe: Probe) -> tuple[bool, str]:
     method = vars(_client(probe) or object).get("generate")
-    while hasattr(method, "__wrapped__"):
-        method = method.__wrapped__
-    merges = "routed_experts" in getattr(getattr(method, "__code__", None), "co_names", ())
+    code = getattr(method and inspect.unwrap(method), "__code__", None)
+    merges = "routed_experts" in getattr(code, "co_names", ())
     return merges, f"{_NAME} {'puts' if merges else 'does not put'} rows together by their number"
 
 

@@ -30,6 +30,14 @@ class Settings:
     problems: tuple[str, ...] = ()
 
 
+PREFIX = "REPLAY_PATCH"
+
+
+def variables() -> dict[str, str]:
+    """Ours among the variables of this process: for processes that it starts elsewhere."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
 def read(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the variables; never raises, because `import torch` may be the caller."""
     env = os.environ if environ is None else environ

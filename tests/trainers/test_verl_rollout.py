@@ -4,7 +4,10 @@ Each release has one process, which first does everything without the plugin, th
 """
 
 import functools
+import os
+import subprocess
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +33,7 @@ sleep = asyncio.sleep
 asyncio.sleep = lambda seconds: sleep(0)  # verl waits a second before it resumes
 
 from ray import cloudpickle
+from verl.trainer import main_ppo
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop import agent_loop
 from verl.workers.rollout.sglang_rollout import async_sglang_server as sglang_server
@@ -136,18 +140,24 @@ def limits():
     }
     return {key: [asked(*server, *ask) for ask in asks] for key, server in servers.items()}
 
+def environment():
+    return main_ppo.get_ppo_ray_runtime_env()["env_vars"].get("REPLAY_PATCH_LOG")
+
 def everything():
     out = {name: run(*case) for name, case in LOOPS.items()}
     out["replay off"] = run(ONE, [[Answer("one", "none")]], replay=False)
     out["validation"] = run(ONE, [[Answer("one", "none")], [Answer("two")]], validate=True)
     out["a user's worker"] = of_a_user()
     out["limits"] = limits()
+    out["environment"] = environment()
     if resuming_client() is not None:
         for name, answers in RESUMED.items():
             out[name] = run(ONE, answers, resuming=True)
     return out
 
 import functools
+import os
+os.environ["REPLAY_PATCH_LOG"] = "ERROR"
 answers = {"without": everything()}
 import replay_patch
 replay_patch.activate()
@@ -156,15 +166,51 @@ answers["patches"] = {p.name: p.state for p in replay_patch.status().patches
                       if p.name.startswith("verl_")}
 replay_patch.deactivate()
 answers["off again"] = {name: run(*LOOPS[name]) for name in ("single turn", "no routes")}
+def example(arguments):
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+    from verl.utils.config import validate_config
+
+    path = Path(main_ppo.__file__).parent / "config"
+    [named] = [each for each in arguments if each.startswith("--config-name=")]
+    overrides = [each for each in arguments if not each.startswith("--")]
+    with initialize_config_dir(str(path), version_base=None):
+        made = compose(named.partition("=")[2], overrides=overrides)
+    actor = made.actor_rollout_ref.actor
+    return {
+        "modes": [place.router_replay.mode for place in (actor, actor.megatron)
+                  if place.get("router_replay") is not None],
+        "rollout": made.actor_rollout_ref.rollout.enable_rollout_routing_replay,
+        "packed": actor.megatron.use_remove_padding and made.actor_rollout_ref.model.use_remove_padding,
+        "bypass": made.algorithm.rollout_correction.bypass_mode,
+        "environment": OmegaConf.to_container(made.ray_kwargs.ray_init.runtime_env.env_vars),
+    }
+
+answers["example"] = {mode: example(arguments) for mode, arguments in EXAMPLE.items()}
 print(json.dumps(answers))
 """
+
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "verl_router_replay.sh"
+
+
+def example_arguments(verl: str) -> dict[str, list[str]]:
+    """What the example gives to verl's main, for R2 and R3."""
+    show = 'python3() { shift 2; printf \'%s\\n\' "$@"; }; exec() { "$@"; }; source "$0"'
+    shown = {}
+    for mode in ("R2", "R3"):
+        command = ["bash", "-c", show, str(EXAMPLE), mode, "a-model", "train", "test"]
+        env = {**os.environ, "VERL": verl}
+        done = subprocess.run(command, env=env, text=True, capture_output=True, check=True)
+        shown[mode] = done.stdout.splitlines()
+    return shown
 
 
 @functools.cache
 def ask(verl: str) -> Any:
     script = SCRIPT.replace("async_vllm_server", "vllm_async_server")
     with tempfile.TemporaryDirectory() as folder:
-        script = f"FOLDER = {folder!r}\n{script}"
+        script = f"FOLDER = {folder!r}\nEXAMPLE = {example_arguments(verl)!r}\n{SCRIPT}"
         return trainers.run(script, "0.16.1", {"verl": verl, **RELEASES[verl]}, plugin=False)
 
 
@@ -292,6 +338,21 @@ def test_patches_are_in_place_where_the_release_needs_them(answers: Any) -> None
     for name in rollout:
         expected = name in always + needed[answers["verl"]]
         assert answers["patches"][name] == ("active" if expected else "not needed"), name
+
+
+def test_workers_get_the_drivers_variables(answers: Any) -> None:
+    assert [answers[way]["environment"] for way in ("without", "with")] == [None, "ERROR"]
+
+
+def test_the_example_configures_both_modes(answers: Any) -> None:
+    for mode, found in answers["example"].items():
+        assert mode in found.pop("modes")
+        assert found == {
+            "rollout": mode == "R3",
+            "packed": True,
+            "bypass": False,
+            "environment": {"REPLAY_PATCH": "1"},
+        }
 
 
 def test_after_deactivation_verl_is_as_it_was(answers: Any) -> None:
