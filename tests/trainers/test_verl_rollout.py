@@ -181,7 +181,8 @@ def example(arguments):
         "modes": [place.router_replay.mode for place in (actor, actor.megatron)
                   if place.get("router_replay") is not None],
         "rollout": made.actor_rollout_ref.rollout.enable_rollout_routing_replay,
-        "packed": actor.megatron.use_remove_padding and made.actor_rollout_ref.model.use_remove_padding,
+        "packed": [place.use_remove_padding
+                   for place in (actor.megatron, made.actor_rollout_ref.model)],
         "bypass": made.algorithm.rollout_correction.bypass_mode,
         "environment": OmegaConf.to_container(made.ray_kwargs.ray_init.runtime_env.env_vars),
     }
@@ -349,7 +350,7 @@ def test_the_example_configures_both_modes(answers: Any) -> None:
         assert mode in found.pop("modes")
         assert found == {
             "rollout": mode == "R3",
-            "packed": True,
+            "packed": [True, True],
             "bypass": False,
             "environment": {"REPLAY_PATCH": "1"},
         }
