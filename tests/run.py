@@ -3,8 +3,8 @@
     python tests/run.py [--releases 0.12.1,0.19.2 | all] [--jobs 2] [-- pytest arguments]
     python tests/run.py --mindspeed DIR[=MEGATRON]    # only the tests beside MindSpeed, also on it
 
-They run on the checkout (an editable install); the unit tests and `release` on one release also on
-the wheel built from it. Releases are downloaded once into the cache of
+They run on the checkout (an editable install); the unit tests on the wheel built from it, and
+`release` on one release also on that. Releases are downloaded once into the cache of
 `replay_patch.matrix.environments`.
 The last line is the sum over all runs.
 """
@@ -77,8 +77,8 @@ def main() -> int:
         environment(release)
     with tempfile.TemporaryDirectory() as folder:
         wheel = install_wheel(Path(folder))
-        runs = [Run("unit"), Run("install"), Run("unit", wheel=wheel)]
-        runs += [Run("release", NEWEST, wheel), Run("matrix"), Run("trainers")]
+        runs = [Run("unit", wheel=wheel), Run("install"), Run("trainers"), Run("matrix")]
+        runs += [Run("release", NEWEST, wheel)]
         # Two folders, two processes: `release` makes process groups, and so cannot fork ranks.
         for release in sorted(releases, key=lambda r: r not in (TESTED_RELEASES[0], NEWEST)):
             # These two first: they take longest (test_orders).
