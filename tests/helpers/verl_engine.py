@@ -1,0 +1,313 @@
+"""verl's Megatron engine on CPU and gloo: a tiny Qwen3-MoE in verl's own workers, with its batches.
+
+What is not verl's own, and why:
+
+* the device: verl 0.9 has a registry of platforms, where a CPU is added; before, it finds one
+  itself. `torch.cpu` has no memory statistics.
+* mbridge builds layers of Transformer Engine and loads a checkpoint: here the local layers of
+  Megatron, with an attention that takes packed sequences, and weights drawn from a seed.
+* before 0.7.1, verl imports a class by the name that transformers 4 had for it.
+"""
+
+import os
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+EXPERTS, TOPK, LAYERS, VOCAB = 8, 2, 2, 64
+
+
+def install() -> None:
+    """The CPU bed, Megatron's groups for one process, and verl ready to be imported."""
+    from replay_patch.matrix import cpu, tiny
+
+    os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1"}
+    cpu.install()
+    import megatron.core  # noqa: F401
+
+    cpu.patch_megatron()
+    tiny.init()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.setdefault(name, {"WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.get(name, "0"))
+    import torch
+
+    for module in (torch.cpu, torch.cuda):
+        for name in ("memory_allocated", "memory_reserved"):
+            setattr(module, name, lambda *device: 0)
+            setattr(module, f"max_{name}", lambda *device: 0)
+        module.mem_get_info = lambda *device: (0, 1)
+        module.empty_cache = lambda: None
+        module.get_device_name = lambda *device: "CPU"
+    _older_transformers()
+    _platform()
+    _bridge()
+
+
+def _older_transformers() -> None:
+    import transformers
+
+    if not hasattr(transformers, "AutoModelForVision2Seq"):
+        transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
+
+
+def _platform() -> None:
+    try:
+        from verl.plugin import platform
+    except ImportError:
+        return
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+    class Cpu(PlatformCUDA):
+        device_name = "cpu"
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> str:
+            return "cpu"
+
+    platform.set_platform(Cpu())
+
+
+def _bridge() -> None:
+    import torch
+    from mbridge.core import bridge, llm_bridge
+
+    from replay_patch.matrix.attention import with_torch_attention
+
+    make = llm_bridge.get_gpt_decoder_block_spec
+
+    def local_spec(config: Any, use_transformer_engine: bool, **options: Any) -> Any:
+        spec = make(config, use_transformer_engine=False, **options)
+        spec.layer_specs = [with_torch_attention(layer) for layer in spec.layer_specs]
+        return spec
+
+    def load_weights(self: Any, models: Any, path: str, memory_efficient: bool = False) -> None:
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for model in models:
+                for name, value in model.named_parameters():
+                    if value.dim() > 1:
+                        scale = 1.0 if "router" in name or "embedding" in name else 0.2
+                        value.copy_(torch.randn(value.shape, generator=generator) * scale)
+
+    llm_bridge.get_gpt_decoder_block_spec = local_spec
+    bridge.Bridge.load_weights = load_weights
+
+
+def model_folder(**over: Any) -> str:
+    """A folder with the config of a tiny Qwen3-MoE, and nothing else."""
+    from transformers import Qwen3MoeConfig
+
+    folder = tempfile.mkdtemp()
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOPK,
+        "max_position_embeddings": 128,
+        "architectures": ["Qwen3MoeForCausalLM"],
+    }
+    Qwen3MoeConfig(**values | over).save_pretrained(folder)
+    return folder
+
+
+def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -> Any:
+    """verl's TrainingWorker with its Megatron engine; `over`: of the model's config, or what
+    `override` says of Megatron's."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers import engine_workers
+    from verl.workers.config import (
+        HFModelConfig,
+        McoreEngineConfig,
+        McoreOptimizerConfig,
+        TrainingWorkerConfig,
+    )
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    override = {
+        "moe_grouped_gemm": False,  # local layers have none without grouped_gemm
+        "use_cpu_initialization": True,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+    } | over.pop("override", {})
+    model = HFModelConfig(
+        path=model_folder(**over),
+        load_tokenizer=False,
+        override_config={"attn_implementation": "eager"},
+    )
+    model.tokenizer = types.SimpleNamespace(pad_token_id=0)  # all that the engine asks of it
+    engine = McoreEngineConfig(
+        use_mbridge=True,
+        vanilla_mbridge=True,
+        forward_only=forward_only,
+        use_distributed_optimizer=False,
+        override_transformer_config=override,
+        router_replay=EngineRouterReplayConfig(mode=mode),
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=2,
+        infer_micro_batch_size_per_gpu=2,
+    )
+    config = TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=model,
+        engine_config=engine,
+        optimizer_config=McoreOptimizerConfig(lr=0.0, lr_decay_steps=1, lr_warmup_steps=0),
+        checkpoint_config=CheckpointConfig(),
+    )
+    made = engine_workers.TrainingWorker(config=config)
+    made.reset()
+    made.set_loss_fn(_loss)
+    return made
+
+
+def _loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    return -model_output["log_probs"].values().float().mean(), {}
+
+
+# --- batches and passes, as verl's trainer makes them ------------------------------------------
+
+PROMPTS, RESPONSES = (5, 3, 4, 1), (3, 6, 1, 4)  # real tokens; padded to the left and to the right
+
+
+def batch(routes: Any = None, **tensors: Any) -> Any:
+    """A DataProto of four trajectories; no token is in two of them at the same place."""
+    import torch
+    from verl import DataProto
+
+    before, after = max(PROMPTS), max(RESPONSES)
+    ids = torch.zeros(len(PROMPTS), before + after, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        real = slice(before - prompt, before + response)
+        ids[row, real] = (torch.arange(prompt + response) * 7 + 13 * row) % (VOCAB - 1) + 1
+        mask[row, real] = 1
+    tensors |= {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "prompts": ids[:, :before],
+        "responses": ids[:, before:],
+        "response_mask": mask[:, before:],
+    }
+    if routes is not None:
+        tensors["routed_experts"] = routes
+    return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
+
+
+def real_rows(padded: Any) -> list[Any]:
+    """[B, S, ...] -> for each trajectory its real rows."""
+    before = max(PROMPTS)
+    both = zip(PROMPTS, RESPONSES, strict=True)
+    return [rows[before - p : before + r] for rows, (p, r) in zip(padded, both, strict=True)]
+
+
+def log_probs(made: Any, data: Any, replay: bool = True) -> Any:
+    """The old-log-prob pass: RayPPOTrainer._compute_old_log_prob with its worker's part."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    batch_td = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(batch_td, calculate_entropy=True, compute_loss=False)
+    tu.assign_non_tensor_data(batch_td, "enable_routing_replay", replay)
+    return made.infer_batch(batch_td)
+
+
+def with_recorded(data: Any, output: Any) -> Any:
+    """The batch with what that pass recorded, as RayPPOTrainer.fit joins them."""
+    from verl import DataProto
+    from verl.utils import tensordict_utils as tu
+
+    recorded = tu.get_tensordict({"routed_experts": tu.get(output, "routed_experts")})
+    return data.union(DataProto.from_tensordict(recorded))
+
+
+def update(made: Any, data: Any, replay: bool = True, mini_batch_size: int = 4) -> Any:
+    """The update of the actor: RayPPOTrainer._update_actor with its worker's part."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    batch_td = left_right_2_no_padding(data.to_tensordict())
+    options = {"calculate_entropy": False, "global_batch_size": mini_batch_size, "epochs": 1}
+    options |= {"mini_batch_size": mini_batch_size, "seed": 1, "compute_loss": True}
+    tu.assign_non_tensor(batch_td, **options, dataloader_kwargs={"shuffle": True})
+    tu.assign_non_tensor_data(batch_td, "enable_routing_replay", replay)
+    return made.train_mini_batch(batch_td)
+
+
+# --- what the routers really did ---------------------------------------------------------------
+
+
+@contextmanager
+def watched(made: Any) -> Iterator[Callable[[], list[Any]]]:
+    """Routing maps of all router calls of this engine's model while in the block.
+
+    Yields a function: for each trajectory and layer the bool maps [its tokens, experts], one for
+    each call (forward, and recompute). Independent of all replay code: the trajectory is known by
+    its tokens in the model's input.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+    from verl.utils.megatron_utils import unwrap_model
+
+    [model] = unwrap_model(made.engine.module)
+    owners = [row.tolist() for row in real_rows(batch().batch["input_ids"])]
+    maps: list[Any] = [[[] for _ in range(LAYERS)] for _ in owners]
+    places: list[Any] = []
+
+    def enter(module: Any, args: Any, kwargs: Any) -> None:
+        tokens = kwargs["input_ids"].flatten().tolist()
+        ends = kwargs["packed_seq_params"].cu_seqlens_q_padded.tolist()
+        places[:] = [(tokens[a:b], a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def leave(router: Any, args: Any, output: Any) -> None:
+        for tokens, start, end in places:
+            owner = owners.index(tokens)
+            maps[owner][router.layer_number - 1].append(output[1][start:end].detach().clone())
+
+    handles = [model.register_forward_pre_hook(enter, with_kwargs=True)]
+    routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
+    handles += [router.register_forward_hook(leave) for router in routers]
+    try:
+        yield lambda: maps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def perturb(made: Any, seed: int = 3) -> None:
+    """Other router weights, so that native choices differ from what was recorded."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in made.engine.module:
+            for name, value in module.named_parameters():
+                if "router" in name:
+                    value.copy_(torch.randn(value.shape, generator=generator))
+    made.engine.optimizer.reload_model_params()
+
+
+def other_routes(seed: int = 1, topk: int = TOPK) -> Any:
+    """int [B, S, L, K] with distinct ids in each row, as a rollout engine captures them."""
+    import torch
+
+    shape = len(PROMPTS), max(PROMPTS) + max(RESPONSES), LAYERS, EXPERTS
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator).argsort(-1)[..., :topk].to(torch.int16)
+
+
+def map_of(ids: Any) -> Any:
+    """[tokens, K] -> bool [tokens, experts]."""
+    import torch
+
+    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool).scatter(1, ids.long(), True)
