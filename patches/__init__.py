@@ -22,8 +22,13 @@ from replay_patch.patches import (
     router_objects,
     router_replay_module,
     router_topk,
+    verl_actor_pass,
+    verl_engine_pass,
+    verl_packing,
+    verl_replay_config,
     verl_router_lists,
     verl_router_replay,
+    verl_wide_ids,
 )
 
 PATCHES = (
@@ -47,6 +52,11 @@ PATCHES = (
     repatch.PATCH,
     verl_router_replay.PATCH,
     verl_router_lists.PATCH,
+    verl_wide_ids.PATCH,
+    verl_packing.PATCH,
+    verl_engine_pass.PATCH,
+    verl_actor_pass.PATCH,
+    verl_replay_config.PATCH,
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)

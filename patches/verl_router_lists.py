@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.config import replay_enabled
 from replay_patch.errors import RouteError
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
@@ -43,6 +44,8 @@ def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import router_replay
 
     def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
+        if not replay_enabled(tf_config):  # a critic or reference, beside an actor of other layers
+            return []
         entries = [e for e in router_replay.instances() if not e.mtp_depth]
         if not entries:
             return []

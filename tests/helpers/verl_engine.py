@@ -3,7 +3,9 @@
 What is not verl's own, and why:
 
 * the device: verl 0.9 has a registry of platforms, where a CPU is added; before, it finds one
-  itself. `torch.cpu` has no memory statistics.
+  itself. Its Megatron engine is registered for the CPU as well. `torch.cpu` has no memory
+  statistics.
+* packing and unpacking of padded batches is flash-attn's before 0.9, else what verl has for NPUs.
 * mbridge builds layers of Transformer Engine and loads a checkpoint: here the local layers of
   Megatron, with an attention that takes packed sequences, and weights drawn from a seed.
 * before 0.7.1, verl imports a class by the name that transformers 4 had for it.
@@ -23,8 +25,7 @@ def install() -> None:
     """The CPU bed, Megatron's groups for one process, and verl ready to be imported."""
     from replay_patch.matrix import cpu, tiny
 
-    os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ |= {"LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     cpu.install()
     import megatron.core  # noqa: F401
 
@@ -43,6 +44,7 @@ def install() -> None:
         module.get_device_name = lambda *device: "CPU"
     _older_transformers()
     _platform()
+    _padding()
     _bridge()
 
 
@@ -70,6 +72,18 @@ def _platform() -> None:
             return "cpu"
 
     platform.set_platform(Cpu())
+
+
+def _padding() -> None:
+    from verl.utils import attention_utils
+
+    try:
+        from verl.utils import npu_flash_attn_utils as torch_only
+    except ImportError:  # 0.9: it asks by itself
+        return
+    names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
+    functions = tuple(getattr(torch_only, name) for name in names)
+    attention_utils._get_attention_functions = lambda: functions
 
 
 def _bridge() -> None:
@@ -133,6 +147,7 @@ def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -
         TrainingWorkerConfig,
     )
     from verl.workers.config.engine import EngineRouterReplayConfig
+    from verl.workers.engine import EngineRegistry
 
     override = {
         "moe_grouped_gemm": False,  # local layers have none without grouped_gemm
@@ -146,6 +161,8 @@ def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -
         load_tokenizer=False,
         override_config={"attn_implementation": "eager"},
     )
+    if not hasattr(model.hf_config, "rope_theta"):  # where transformers 4 had it
+        model.hf_config.rope_theta = 1e6
     model.tokenizer = types.SimpleNamespace(pad_token_id=0)  # all that the engine asks of it
     engine = McoreEngineConfig(
         use_mbridge=True,
@@ -165,6 +182,8 @@ def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -
         optimizer_config=McoreOptimizerConfig(lr=0.0, lr_decay_steps=1, lr_warmup_steps=0),
         checkpoint_config=CheckpointConfig(),
     )
+    engines = EngineRegistry._engines["language_model"]["megatron"]
+    engines.setdefault("cpu", engines["cuda"])
     made = engine_workers.TrainingWorker(config=config)
     made.reset()
     made.set_loss_fn(_loss)
