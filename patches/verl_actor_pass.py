@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.verl_engine_pass import nothing_left, refuse_padded, source, wide_ids
+from replay_patch.patches.verl_router_lists import running
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
 
@@ -25,11 +26,13 @@ def _apply(transaction: Transaction) -> None:
 
 def _clean(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward_batch(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.enable_routing_replay and not self.config.megatron.use_remove_padding:
+        if not self.enable_routing_replay:
+            return original(self, data, *args, **kwargs)
+        if not self.config.megatron.use_remove_padding:
             one = kwargs.get("micro_batch_size") == 1 and not kwargs.get("use_dynamic_bsz")
             if not one and len(data) > 1:
                 refuse_padded("actor_rollout_ref.actor.megatron.use_remove_padding")
-        with nothing_left(self):
+        with running(self.actor_module), nothing_left(self):
             return original(self, data, *args, **kwargs)
 
     return forward_backward_batch

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.errors import RouteError
+from replay_patch.patches.verl_router_lists import running
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
 from replay_patch.rebinding import Instead, with_globals
@@ -31,17 +32,18 @@ def _clean(original: Callable[..., Any]) -> Callable[..., Any]:
     run = wide_ids(original)
 
     def forward_backward_batch(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "enable_routing_replay", False):
-            from verl.utils import tensordict_utils as tu
+        if not getattr(self, "enable_routing_replay", False):
+            return original(self, data, *args, **kwargs)
+        from verl.utils import tensordict_utils as tu
 
-            def of(key: str, default: Any) -> Any:
-                return tu.get_non_tensor_data(data=data, key=key, default=default)
+        def of(key: str, default: Any) -> Any:
+            return tu.get_non_tensor_data(data=data, key=key, default=default)
 
-            one = not of("use_dynamic_bsz", True) and of("micro_batch_size_per_gpu", 0) == 1
-            packed = self.engine_config.use_remove_padding or one or len(data) == 1
-            if of("enable_routing_replay", False) and not packed:
-                refuse_padded("actor_rollout_ref.model.use_remove_padding")
-        with nothing_left(self):
+        one = not of("use_dynamic_bsz", True) and of("micro_batch_size_per_gpu", 0) == 1
+        packed = self.engine_config.use_remove_padding or one or len(data) == 1
+        if of("enable_routing_replay", False) and not packed:
+            refuse_padded("actor_rollout_ref.model.use_remove_padding")
+        with running(self.module), nothing_left(self):
             return run(self, data, *args, **kwargs)
 
     return forward_backward_batch
@@ -121,11 +123,12 @@ PATCH = Patch(
         "update's recompute takes the targets that the failed one has left in the queue. With "
         "padded sequences (use_remove_padding=False) routes are laid out as if they were packed: "
         "of sequences of one length in a microbatch each gets the other's rows, and says nothing. "
-        "Before 0.9 recorded ids are cast to uint8, which wraps above 256 experts."
+        "Before 0.9 the helpers do not know whose pass it is, and recorded ids are cast to uint8, "
+        "which wraps above 256 experts."
     ),
     how=(
         "`forward_backward_batch` is verl's own, with actions, targets and recordings cleared when "
-        "it raises; replay with padded microbatches of several sequences is refused; with more "
+        "it raises; in it verl's helpers find the routers of this engine's model; replay with padded microbatches of several sequences is refused; with more "
         "than 256 experts `torch.uint8` means int32 in it."
     ),
     upstream="none",
