@@ -24,16 +24,25 @@ def dependencies() -> Path:
     return peers.download(name, "-r", str(_REQUIREMENTS))
 
 
-def run(code: str, megatron: str, trainers: Mapping[str, str], *, plugin: bool = True) -> Any:
+def run(
+    code: str,
+    megatron: str,
+    trainers: Mapping[str, str],
+    *,
+    plugin: bool = True,
+    transformer_engine: bool = False,
+) -> Any:
     """Run `code`, which prints one JSON value last, and return that; tests/ is on its path.
 
     Args:
         megatron: a release of Megatron-core.
         trainers: what to have on the path, package: version.
         plugin: with REPLAY_PATCH=1.
+        transformer_engine: with the stand-in for it.
     """
     paths = [os.environ.get("PYTHONPATH"), environment(megatron), TESTS]
     paths += [peers.folder(name, version) for name, version in trainers.items()]
     paths += [dependencies()]
+    paths += [TESTS / "standins" / "te"] if transformer_engine else []
     env = {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
     return fresh.run(code, **env, **({"REPLAY_PATCH": "1"} if plugin else {}))
