@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
 from transformer_engine.pytorch.arguments import refuse
 from transformer_engine.pytorch.norm import normalise
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
 from transformer_engine.pytorch.arguments import refuse
 
 
