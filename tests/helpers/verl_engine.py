@@ -7,7 +7,8 @@ What is not verl's own, and why:
   statistics.
 * packing and unpacking of padded batches is flash-attn's before 0.9, else what verl has for NPUs.
 * mbridge builds layers of Transformer Engine and loads a checkpoint: here the local layers of
-  Megatron, with an attention that takes packed sequences, and weights drawn from a seed.
+  Megatron, with an attention that takes packed sequences, and weights drawn from a seed. It
+  compares a ModelType with a member that Megatron 0.19 no longer has.
 * before 0.7.1, verl imports a class by the name that transformers 4 had for it.
 """
 
@@ -42,10 +43,10 @@ def install() -> None:
         module.mem_get_info = lambda *device: (0, 1)
         module.empty_cache = lambda: None
         module.get_device_name = lambda *device: "CPU"
-    _older_transformers()
     _platform()
     _padding()
     _bridge()
+    _older_transformers()
 
 
 def _older_transformers() -> None:
@@ -88,9 +89,10 @@ def _padding() -> None:
 
 def _bridge() -> None:
     import torch
-    from mbridge.core import bridge, llm_bridge
+    from mbridge.core import bridge, llm_bridge, util
 
     from replay_patch.matrix.attention import with_torch_attention
+    from replay_patch.rebinding import Instead
 
     make = llm_bridge.get_gpt_decoder_block_spec
 
@@ -109,6 +111,8 @@ def _bridge() -> None:
                         value.copy_(torch.randn(value.shape, generator=generator) * scale)
 
     llm_bridge.get_gpt_decoder_block_spec = local_spec
+    if not hasattr(util.ModelType, "encoder_and_decoder"):
+        util.ModelType = Instead(util.ModelType, encoder_and_decoder=None)
     bridge.Bridge.load_weights = load_weights
 
 
@@ -146,9 +150,13 @@ def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -
         McoreOptimizerConfig,
         TrainingWorkerConfig,
     )
-    from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine import EngineRegistry
 
+    replay = {}
+    if mode != "disabled":  # 0.7.0 has no such field
+        from verl.workers.config.engine import EngineRouterReplayConfig
+
+        replay = {"router_replay": EngineRouterReplayConfig(mode=mode)}
     override = {
         "moe_grouped_gemm": False,  # local layers have none without grouped_gemm
         "use_cpu_initialization": True,
@@ -170,7 +178,7 @@ def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -
         forward_only=forward_only,
         use_distributed_optimizer=False,
         override_transformer_config=override,
-        router_replay=EngineRouterReplayConfig(mode=mode),
+        **replay,
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
@@ -231,37 +239,106 @@ def real_rows(padded: Any) -> list[Any]:
     return [rows[before - p : before + r] for rows, (p, r) in zip(padded, both, strict=True)]
 
 
-def log_probs(made: Any, data: Any, replay: bool = True) -> Any:
-    """The old-log-prob pass: RayPPOTrainer._compute_old_log_prob with its worker's part."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
+class Engine:
+    """verl's engine in its worker (0.7.1 on), with the passes of RayPPOTrainer."""
 
-    batch_td = left_right_2_no_padding(data.to_tensordict())
-    tu.assign_non_tensor(batch_td, calculate_entropy=True, compute_loss=False)
-    tu.assign_non_tensor_data(batch_td, "enable_routing_replay", replay)
-    return made.infer_batch(batch_td)
+    def __init__(self, mode: str = "disabled", **options: Any) -> None:
+        self.worker = worker(mode, **options)
+        self.module = self.worker.engine.module
+
+    def log_probs(self, data: Any, replay: bool = True) -> Any:
+        """The old-log-prob pass (`_compute_old_log_prob`): the batch with what it recorded."""
+        from verl import DataProto
+        from verl.utils import tensordict_utils as tu
+
+        options = {"calculate_entropy": True, "compute_loss": False}
+        output = self.worker.infer_batch(self._batch(data, replay, options))
+        recorded = tu.get(output, "routed_experts")
+        if recorded is None:
+            return data
+        return data.union(DataProto.from_tensordict(tu.get_tensordict({"routed_experts": recorded})))
+
+    def update(self, data: Any, replay: bool = True, mini_batch_size: int = 4) -> None:
+        """The update of the actor (`_update_actor`)."""
+        options = {"calculate_entropy": False, "global_batch_size": mini_batch_size, "epochs": 1}
+        options |= {"mini_batch_size": mini_batch_size, "seed": 1, "compute_loss": True}
+        options |= {"dataloader_kwargs": {"shuffle": True}}
+        self.worker.train_mini_batch(self._batch(data, replay, options))
+
+    def _batch(self, data: Any, replay: bool, options: dict[str, Any]) -> Any:
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.utils.padding import left_right_2_no_padding
+
+        made = left_right_2_no_padding(data.to_tensordict())
+        tu.assign_non_tensor(made, **options)
+        tu.assign_non_tensor_data(made, "enable_routing_replay", replay)
+        return made
 
 
-def with_recorded(data: Any, output: Any) -> Any:
-    """The batch with what that pass recorded, as RayPPOTrainer.fit joins them."""
-    from verl import DataProto
-    from verl.utils import tensordict_utils as tu
+class Actor:
+    """The actor beside the engine (0.7): MegatronPPOActor, and what its worker does around it."""
 
-    recorded = tu.get_tensordict({"routed_experts": tu.get(output, "routed_experts")})
-    return data.union(DataProto.from_tensordict(recorded))
+    def __init__(self, mode: str, override: dict[str, Any] | None = None, **options: Any) -> None:
+        from verl.utils.megatron import router_replay_patch
+        from verl.workers import megatron_workers
+        from verl.workers.actor.megatron_actor import MegatronPPOActor
+        from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
+        from verl.workers.config.actor import RouterReplayConfig
 
+        router_replay_patch.apply_router_replay_patch()
+        self.engine = Engine(override={**(override or {}), "enable_routing_replay": True}, **options)
+        self.module = self.engine.module
+        config = McoreActorConfig(
+            strategy="megatron",
+            rollout_n=1,
+            ppo_mini_batch_size=2,
+            ppo_micro_batch_size_per_gpu=1,
+            use_dynamic_bsz=False,
+            entropy_coeff=0.0,
+            data_loader_seed=1,
+            shuffle=True,
+            router_replay=RouterReplayConfig(mode=mode),
+            megatron=McoreEngineConfig(use_remove_padding=True),
+            optim=McoreOptimizerConfig(lr=0.0),
+        )
+        engine = self.engine.worker.engine
+        self.actor = MegatronPPOActor(
+            config=config,
+            model_config=None,
+            hf_config=engine.model_config.hf_config,
+            tf_config=engine.tf_config,
+            actor_module=engine.module,
+            actor_optimizer=engine.optimizer,
+        )
+        rollout = types.SimpleNamespace(
+            log_prob_micro_batch_size_per_gpu=2,
+            log_prob_max_token_len_per_gpu=None,
+            log_prob_use_dynamic_bsz=False,
+            temperature=1.0,
+        )
+        self.worker = types.SimpleNamespace(
+            _is_actor=True,
+            _is_offload_param=False,
+            enable_routing_replay=True,
+            config=types.SimpleNamespace(actor=config, rollout=rollout),
+            actor=self.actor,
+        )
+        self.pass_of_worker = megatron_workers.ActorRolloutRefWorker.compute_log_prob
 
-def update(made: Any, data: Any, replay: bool = True, mini_batch_size: int = 4) -> Any:
-    """The update of the actor: RayPPOTrainer._update_actor with its worker's part."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
+    def log_probs(self, data: Any, replay: bool = True) -> Any:
+        if not replay:
+            return self.engine.log_probs(data, replay=False)
+        output = self.pass_of_worker(self.worker, data)
+        wanted = [key for key in ("routed_experts",) if key in output.batch]
+        return data.union(output.select(batch_keys=wanted)) if wanted else data
 
-    batch_td = left_right_2_no_padding(data.to_tensordict())
-    options = {"calculate_entropy": False, "global_batch_size": mini_batch_size, "epochs": 1}
-    options |= {"mini_batch_size": mini_batch_size, "seed": 1, "compute_loss": True}
-    tu.assign_non_tensor(batch_td, **options, dataloader_kwargs={"shuffle": True})
-    tu.assign_non_tensor_data(batch_td, "enable_routing_replay", replay)
-    return made.train_mini_batch(batch_td)
+    def update(self, data: Any, replay: bool = True, mini_batch_size: int = 2) -> None:
+        import torch
+
+        zeros = torch.zeros(len(PROMPTS), max(RESPONSES))
+        for name in ("old_log_probs", "advantages"):
+            data.batch[name] = zeros
+        self.actor.update_policy(self.actor.make_minibatch_iterator(data))
 
 
 # --- what the routers really did ---------------------------------------------------------------
@@ -278,7 +355,7 @@ def watched(made: Any) -> Iterator[Callable[[], list[Any]]]:
     from megatron.core.transformer.moe.router import TopKRouter
     from verl.utils.megatron_utils import unwrap_model
 
-    [model] = unwrap_model(made.engine.module)
+    [model] = unwrap_model(made.module)
     owners = [row.tolist() for row in real_rows(batch().batch["input_ids"])]
     maps: list[Any] = [[[] for _ in range(LAYERS)] for _ in owners]
     places: list[Any] = []
@@ -309,11 +386,10 @@ def perturb(made: Any, seed: int = 3) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for module in made.engine.module:
+        for module in made.module:
             for name, value in module.named_parameters():
                 if "router" in name:
                     value.copy_(torch.randn(value.shape, generator=generator))
-    made.engine.optimizer.reload_model_params()
 
 
 def other_routes(seed: int = 1, topk: int = TOPK) -> Any:
