@@ -1,12 +1,20 @@
 """The same for the Megatron actor that verl has beside its engine before 0.8."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patches.verl_engine_pass import nothing_left, refuse_padded, source, wide_ids
+from replay_patch.patches.verl_engine_pass import (
+    nothing_left,
+    refuse_padded,
+    source,
+    warn_of_one_expert,
+    wide_ids,
+)
 from replay_patch.patches.verl_router_lists import running
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
+from replay_patch.rebinding import content
 
 _MODULE = "verl.workers.actor.megatron_actor"
 _ACTOR = f"{_MODULE}:MegatronPPOActor"
@@ -21,7 +29,23 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 def _apply(transaction: Transaction) -> None:
     actor = Probe().find(_ACTOR)
     transaction.wrap(actor, _PASS, _clean)
-    transaction.wrap(actor, _RECORD, wide_ids)
+    transaction.wrap(actor, _RECORD, _recorded)
+
+
+def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+    if not hasattr(original, "__wrapped__"):  # verl's memory logger does not say what it wraps
+        cells = map(content, original.__closure__ or ())  # type: ignore[attr-defined]
+        [inner] = [c for c in cells if isinstance(c, types.FunctionType)]
+        original.__wrapped__ = inner  # type: ignore[attr-defined]
+    run = wide_ids(original)
+
+    def compute_log_prob(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.enable_routing_replay:
+            return original(self, *args, **kwargs)
+        with running(self.actor_module):  # it asks for the routers after the pass, too
+            return run(self, *args, **kwargs)
+
+    return compute_log_prob
 
 
 def _clean(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,6 +56,7 @@ def _clean(original: Callable[..., Any]) -> Callable[..., Any]:
             one = kwargs.get("micro_batch_size") == 1 and not kwargs.get("use_dynamic_bsz")
             if not one and len(data) > 1:
                 refuse_padded("actor_rollout_ref.actor.megatron.use_remove_padding")
+        warn_of_one_expert(self.tf_config, self.config.router_replay.mode)
         with running(self.actor_module), nothing_left(self):
             return original(self, data, *args, **kwargs)
 
@@ -45,8 +70,8 @@ PATCH = Patch(
     why="What verl_engine_pass is for, in the other place of 0.7 that does the same.",
     how=(
         f"`{_PASS}` is verl's own, with actions, targets and recordings cleared when it raises, "
-        "and with padded microbatches of several sequences refused. In "
-        f"`{_RECORD}`, with more than 256 experts, `torch.uint8` means int32."
+        "and with padded microbatches of several sequences refused. In both verl's helpers find "
+        f"the routers of this actor's model. In `{_RECORD}`, with more than 256 experts, `torch.uint8` means int32."
     ),
     upstream="verl 0.8 has no such actor",
     remove_when="0.7 is no longer supported",

@@ -34,7 +34,7 @@ def _clean(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward_batch(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, "enable_routing_replay", False):
             return original(self, data, *args, **kwargs)
-        from verl.utils import tensordict_utils as tu
+        tu = sys.modules["verl.utils.tensordict_utils"]  # the engine has imported it
 
         def of(key: str, default: Any) -> Any:
             return tu.get_non_tensor_data(data=data, key=key, default=default)
@@ -43,6 +43,7 @@ def _clean(original: Callable[..., Any]) -> Callable[..., Any]:
         packed = self.engine_config.use_remove_padding or one or len(data) == 1
         if of("enable_routing_replay", False) and not packed:
             refuse_padded("actor_rollout_ref.model.use_remove_padding")
+        warn_of_one_expert(self.tf_config, self.engine_config.router_replay.mode)
         with running(self.module), nothing_left(self):
             return run(self, data, *args, **kwargs)
 
@@ -68,6 +69,18 @@ def refuse_padded(setting: str) -> None:
         f"would get each other's experts. Set {setting}=True, or a micro batch size of 1 and no "
         "dynamic batch size"
     )
+
+
+def warn_of_one_expert(config: Any, mode: str) -> None:
+    """Say once what cannot be seen in the ids."""
+    if mode == "R3" and config.moe_router_topk == 1:
+        from replay_patch import targets
+
+        targets.warn_once(
+            "verl, R3 with one expert per token: rows that the rollout did not capture are filled "
+            "with zeros, which is a valid route: where verl does not mask them, such tokens go to "
+            "expert 0"
+        )
 
 
 @contextlib.contextmanager

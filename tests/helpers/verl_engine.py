@@ -12,14 +12,61 @@ What is not verl's own, and why:
 * before 0.7.1, verl imports a class by the name that transformers 4 had for it.
 """
 
+import functools
+import itertools
 import os
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from helpers import peers, trainers
+
+from replay_patch.matrix.environments import environment
+
 EXPERTS, TOPK, LAYERS, VOCAB = 8, 2, 2, 64
+
+
+MBRIDGE = "0.15.1"
+QUESTIONS = ("names", "masked_rows", "helpers_of_a_stage", "r2", "r3", "r3_beside_another")
+MORE = (
+    "r2_with_a_decoder_built_twice",
+    "after_an_exception",
+    "r2_without_recording",
+    "r2_with_many_experts",
+    "settings",
+)
+IN_THE_ENGINE = ("r2_padded", "r2_with_the_rollouts", "one_expert")  # 0.7.0 has the actor only
+IN_DEPTH = "0.16.1"
+"""The Megatron on which all questions are asked."""
+
+
+@functools.cache
+def ask(verl: str, megatron: str, plugin: bool = True) -> Any:
+    """The answers of `helpers.verl_questions`, from a process with these releases."""
+    questions = QUESTIONS if plugin else ("without_the_plugin", "r3", "r3_beside_another")
+    if megatron == IN_DEPTH or not plugin:
+        questions += MORE + (IN_THE_ENGINE if verl != "0.7.0" else ())
+    code = f"from helpers import verl_questions; verl_questions.answer(*{questions!r})"
+    return trainers.run(
+        code,
+        megatron,
+        {"verl": verl, "mbridge": MBRIDGE},
+        plugin=plugin,
+        # mbridge imports Megatron's layers of Transformer Engine, which 0.12 does not guard.
+        transformer_engine=megatron.startswith("0.12."),
+    )
+
+
+def download(verl: Sequence[str], megatron: Sequence[str]) -> None:
+    """All that `ask` needs, once, before it is asked from several threads."""
+    for version in verl:
+        peers.folder("verl", version)
+    peers.folder("mbridge", MBRIDGE)
+    trainers.dependencies()
+    for version in megatron:
+        environment(version)
 
 
 def install() -> None:
@@ -256,7 +303,9 @@ class Engine:
         recorded = tu.get(output, "routed_experts")
         if recorded is None:
             return data
-        return data.union(DataProto.from_tensordict(tu.get_tensordict({"routed_experts": recorded})))
+        return data.union(
+            DataProto.from_tensordict(tu.get_tensordict({"routed_experts": recorded}))
+        )
 
     def update(self, data: Any, replay: bool = True, mini_batch_size: int = 4) -> None:
         """The update of the actor (`_update_actor`)."""
@@ -286,7 +335,9 @@ class Actor:
         from verl.workers.config.actor import RouterReplayConfig
 
         router_replay_patch.apply_router_replay_patch()
-        self.engine = Engine(override={**(override or {}), "enable_routing_replay": True}, **options)
+        self.engine = Engine(
+            override={**(override or {}), "enable_routing_replay": True}, **options
+        )
         self.module = self.engine.module
         config = McoreActorConfig(
             strategy="megatron",
@@ -338,6 +389,8 @@ class Actor:
         zeros = torch.zeros(len(PROMPTS), max(RESPONSES))
         for name in ("old_log_probs", "advantages"):
             data.batch[name] = zeros
+        for chunk in self.module:
+            chunk.train()  # the worker's trainer_mode
         self.actor.update_policy(self.actor.make_minibatch_iterator(data))
 
 
@@ -363,7 +416,7 @@ def watched(made: Any) -> Iterator[Callable[[], list[Any]]]:
     def enter(module: Any, args: Any, kwargs: Any) -> None:
         tokens = kwargs["input_ids"].flatten().tolist()
         ends = kwargs["packed_seq_params"].cu_seqlens_q_padded.tolist()
-        places[:] = [(tokens[a:b], a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        places[:] = [(tokens[a:b], a, b) for a, b in itertools.pairwise(ends)]
 
     def leave(router: Any, args: Any, output: Any) -> None:
         for tokens, start, end in places:
@@ -392,13 +445,13 @@ def perturb(made: Any, seed: int = 3) -> None:
                     value.copy_(torch.randn(value.shape, generator=generator))
 
 
-def other_routes(seed: int = 1, topk: int = TOPK) -> Any:
+def other_routes(seed: int = 1) -> Any:
     """int [B, S, L, K] with distinct ids in each row, as a rollout engine captures them."""
     import torch
 
     shape = len(PROMPTS), max(PROMPTS) + max(RESPONSES), LAYERS, EXPERTS
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=generator).argsort(-1)[..., :topk].to(torch.int16)
+    return torch.rand(shape, generator=generator).argsort(-1)[..., :TOPK].to(torch.int32)
 
 
 def map_of(ids: Any) -> Any:
