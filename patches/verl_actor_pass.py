@@ -34,7 +34,7 @@ def _apply(transaction: Transaction) -> None:
 
 def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     if not hasattr(original, "__wrapped__"):  # verl's memory logger does not say what it wraps
-        cells = map(content, original.__closure__ or ())  # type: ignore[attr-defined]
+        cells = map(content, original.__closure__ or ())
         [inner] = [c for c in cells if isinstance(c, types.FunctionType)]
         original.__wrapped__ = inner  # type: ignore[attr-defined]
     run = wide_ids(original)
@@ -71,7 +71,8 @@ PATCH = Patch(
     how=(
         f"`{_PASS}` is verl's own, with actions, targets and recordings cleared when it raises, "
         "and with padded microbatches of several sequences refused. In both verl's helpers find "
-        f"the routers of this actor's model. In `{_RECORD}`, with more than 256 experts, `torch.uint8` means int32."
+        f"the routers of this actor's model. In `{_RECORD}`, with more than 256 experts, "
+        "`torch.uint8` means int32."
     ),
     upstream="verl 0.8 has no such actor",
     remove_when="0.7 is no longer supported",

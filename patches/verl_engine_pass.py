@@ -141,8 +141,10 @@ PATCH = Patch(
     ),
     how=(
         "`forward_backward_batch` is verl's own, with actions, targets and recordings cleared when "
-        "it raises; in it verl's helpers find the routers of this engine's model; replay with padded microbatches of several sequences is refused; with more "
-        "than 256 experts `torch.uint8` means int32 in it."
+        "it raises; in it verl's helpers find the routers of this engine's model; replay with "
+        "padded microbatches of several sequences is refused; with more than 256 experts "
+        "`torch.uint8` means int32 in it. R3 with one expert per token is warned of: zeros, which "
+        "verl fills in where nothing was captured, are a valid route then."
     ),
     upstream="none",
     remove_when="verl clears in a finally, and replays padded batches or refuses them",

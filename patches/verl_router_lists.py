@@ -42,7 +42,7 @@ def _layers(tf_config: Any, vp_rank: int | None) -> tuple[int, ...]:
     return local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
 
 
-_running: ContextVar[list[Any]] = ContextVar("replay objects of the running model", default=[])
+_running: ContextVar[list[Any] | None] = ContextVar("replay objects of a model", default=None)
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def running(chunks: Sequence[Any]) -> Iterator[None]:
     from replay_patch.routers import decoder_routers
 
     found = [r.router_replay for chunk in chunks for r in decoder_routers(chunk).values()]
-    token = _running.set(found)
+    token = _running.set([entry for entry in found if entry is not None])
     try:
         yield
     finally:
@@ -64,7 +64,9 @@ def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
         if not replay_enabled(tf_config):  # a critic or reference, beside an actor of other layers
             return []
-        entries = _running.get() or [e for e in router_replay.instances() if not e.mtp_depth]
+        entries = _running.get()
+        if entries is None:
+            entries = [e for e in router_replay.instances() if not e.mtp_depth]
         if not entries:
             return []
         layers = _layers(tf_config, vp_rank)

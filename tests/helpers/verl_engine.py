@@ -38,15 +38,17 @@ MORE = (
     "settings",
 )
 IN_THE_ENGINE = ("r2_padded", "r2_with_the_rollouts", "one_expert")  # 0.7.0 has the actor only
-IN_DEPTH = "0.16.1"
-"""The Megatron on which all questions are asked."""
+IN_DEPTH, OF_0_7_0 = "0.16.1", "0.14.0"
+"""The Megatron on which all questions are asked; without the plugin verl 0.7.0 fails on it: it does
+not take the padding_mask."""
 
 
 @functools.cache
 def ask(verl: str, megatron: str, plugin: bool = True) -> Any:
     """The answers of `helpers.verl_questions`, from a process with these releases."""
-    questions = QUESTIONS if plugin else ("without_the_plugin", "r3", "r3_beside_another")
-    if megatron == IN_DEPTH or not plugin:
+    questions = QUESTIONS if plugin else ("without_the_plugin",)
+    if megatron == (IN_DEPTH if plugin or verl != "0.7.0" else OF_0_7_0):
+        questions += () if plugin else ("r3", "r3_beside_another")
         questions += MORE + (IN_THE_ENGINE if verl != "0.7.0" else ())
     code = f"from helpers import verl_questions; verl_questions.answer(*{questions!r})"
     return trainers.run(
