@@ -18,6 +18,7 @@ import os
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,14 +62,18 @@ def ask(verl: str, megatron: str, plugin: bool = True) -> Any:
     )
 
 
-def download(verl: Sequence[str], megatron: Sequence[str]) -> None:
-    """All that `ask` needs, once, before it is asked from several threads."""
-    for version in verl:
-        peers.folder("verl", version)
+@contextmanager
+def started(cells: Sequence[tuple[Any, ...]]) -> Iterator[Callable[..., Any]]:
+    """`ask`, of these arguments, begun for all of them: two processes at a time."""
+    for verl, megatron, *_ in cells:  # one after the other: they share a folder
+        peers.folder("verl", verl)
+        environment(megatron)
     peers.folder("mbridge", MBRIDGE)
     trainers.dependencies()
-    for version in megatron:
-        environment(version)
+    with ThreadPoolExecutor(2) as pool:
+        answers = {cell: pool.submit(ask, *cell) for cell in cells}
+        yield lambda *cell: answers[cell].result()
+        pool.shutdown(cancel_futures=True)
 
 
 def install() -> None:

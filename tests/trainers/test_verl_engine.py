@@ -4,6 +4,7 @@ What each test asks is in `helpers.verl_questions`; that R2 and R3 work in every
 is shown by `test_verl_routers.py`. Here the first tests show what goes wrong without the plugin.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +16,24 @@ REPLAYED = {"captured rows": True, "the others have K experts": True, "the other
 ALL = ("0.7.0", "0.7.1", "0.8.0", "0.9.1")
 
 
-def ask(verl: str, plugin: bool) -> Any:
-    old = not plugin and verl == "0.7.0"
-    return verl_engine.ask(verl, verl_engine.OF_0_7_0 if old else verl_engine.IN_DEPTH, plugin)
+OLD = ("0.7.0", verl_engine.OF_0_7_0, False)
+PATCHED = [("0.9.1", "0.12.1", False), OLD, ("0.7.0", "0.16.1", False), ("0.9.1", "0.16.1", False)]
+
+
+@pytest.fixture(scope="module")
+def cells() -> Iterator[Any]:
+    every = [(verl, verl_engine.IN_DEPTH, plugin) for verl in ALL for plugin in (False, True)]
+    with verl_engine.started(list(dict.fromkeys([*PATCHED, *every]))) as asked:
+        yield asked
+
+
+@pytest.fixture
+def ask(cells: Any) -> Callable[[str, bool], Any]:
+    def of(verl: str, plugin: bool) -> Any:
+        cell = (verl, verl_engine.IN_DEPTH, plugin)
+        return cells(*(OLD if cell[::2] == OLD[::2] else cell))
+
+    return of
 
 
 def part(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
@@ -27,10 +43,9 @@ def part(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
 # --- without the plugin ------------------------------------------------------------------------
 
 
-def test_without_the_plugin_its_patch_fails_or_replaces_the_routing() -> None:
+def test_without_the_plugin_its_patch_fails_or_replaces_the_routing(cells: Any) -> None:
     """A router with an auxiliary loss; the last release says that it knows Megatron 0.12."""
-    cells = [("0.9.1", "0.12.1"), ("0.7.0", "0.14.0"), ("0.7.0", "0.16.1"), ("0.9.1", "0.16.1")]
-    found = [verl_engine.ask(*cell, False)["without_the_plugin"] for cell in cells]
+    found = [cells(*cell)["without_the_plugin"] for cell in PATCHED]
 
     assert found == [
         "NameError: name 'compute_routing_scores_for_aux_loss' is not defined",
@@ -41,7 +56,7 @@ def test_without_the_plugin_its_patch_fails_or_replaces_the_routing() -> None:
 
 
 @pytest.mark.parametrize("verl", ["0.7.0", "0.8.0", "0.9.1"])
-def test_without_the_plugin_rows_that_were_not_captured_go_to_expert_0(verl: str) -> None:
+def test_without_the_plugin_rows_that_were_not_captured_go_to_expert_0(ask: Any, verl: str) -> None:
     """In both passes: a row of zeros becomes one expert where the dispatcher counts K."""
     found = ask(verl, False)["r3"]
 
@@ -54,13 +69,13 @@ def test_without_the_plugin_rows_that_were_not_captured_go_to_expert_0(verl: str
 
 
 @pytest.mark.parametrize("verl", ["0.7.0", "0.8.0", "0.9.1"])
-def test_without_the_plugin_a_second_model_makes_the_first_one_native(verl: str) -> None:
+def test_without_the_plugin_a_second_model_makes_the_first_one_native(ask: Any, verl: str) -> None:
     found = ask(verl, False)["r3_beside_another"]
 
     assert [found[name]["captured rows"] for name in ("first", "second")] == [False, True]
 
 
-def test_without_the_plugin_the_engine_of_0_7_1_can_neither_record_nor_replay() -> None:
+def test_without_the_plugin_the_engine_of_0_7_1_can_neither_record_nor_replay(ask: Any) -> None:
     found = ask("0.7.1", False)
 
     assert found["after_an_exception"] == "ValueError: too many values to unpack (expected 2)"
@@ -68,14 +83,14 @@ def test_without_the_plugin_the_engine_of_0_7_1_can_neither_record_nor_replay() 
 
 
 @pytest.mark.parametrize("verl", ["0.7.0", "0.8.0"])
-def test_without_the_plugin_ids_wrap_above_256_experts(verl: str) -> None:
+def test_without_the_plugin_ids_wrap_above_256_experts(ask: Any, verl: str) -> None:
     found = ask(verl, False)["r2_with_many_experts"]
 
     assert part(found, RECORDED) == dict.fromkeys(RECORDED, False)
 
 
 @pytest.mark.parametrize("verl", ["0.7.0", "0.8.0", "0.9.1"])
-def test_without_the_plugin_the_microbatches_of_a_failed_pass_come_first(verl: str) -> None:
+def test_without_the_plugin_microbatches_of_a_failed_pass_come_first(ask: Any, verl: str) -> None:
     found = ask(verl, False)["after_an_exception"]
 
     assert "6" in found
@@ -83,18 +98,18 @@ def test_without_the_plugin_the_microbatches_of_a_failed_pass_come_first(verl: s
 
 
 @pytest.mark.parametrize("verl", ["0.8.0", "0.9.1"])
-def test_without_the_plugin_padded_sequences_get_each_others_rows(verl: str) -> None:
+def test_without_the_plugin_padded_sequences_get_each_others_rows(ask: Any, verl: str) -> None:
     assert ask(verl, False)["r2_padded"] == {"first sequence": False}
 
 
 @pytest.mark.parametrize("verl", ["0.7.0", "0.8.0"])
-def test_without_the_plugin_a_decoder_built_twice_cannot_record(verl: str) -> None:
+def test_without_the_plugin_a_decoder_built_twice_cannot_record(ask: Any, verl: str) -> None:
     found = ask(verl, False)["r2_with_a_decoder_built_twice"]
 
     assert found == "AttributeError: 'NoneType' object has no attribute 'to'"
 
 
-def test_without_the_plugin_r2_settings_that_cannot_work_are_fine() -> None:
+def test_without_the_plugin_r2_settings_that_cannot_work_are_fine(ask: Any) -> None:
     """From 0.9 on verl itself refuses one of them."""
     fine = {"R3": "fine", "R2": "fine", "R2, bypass": "fine", "R2, rollout": "fine"}
 
@@ -104,7 +119,7 @@ def test_without_the_plugin_r2_settings_that_cannot_work_are_fine() -> None:
     assert new.items() <= fine.items()
 
 
-def test_without_the_plugin_r2_of_0_9_replays_the_rollouts_routes() -> None:
+def test_without_the_plugin_r2_of_0_9_replays_the_rollouts_routes(ask: Any) -> None:
     assert ask("0.9.1", False)["r2_with_the_rollouts"] == {"captured rows": True}
 
 
@@ -112,7 +127,7 @@ def test_without_the_plugin_r2_of_0_9_replays_the_rollouts_routes() -> None:
 
 
 @pytest.fixture(params=ALL)
-def answers(request: pytest.FixtureRequest) -> Any:
+def answers(request: pytest.FixtureRequest, ask: Any) -> Any:
     return ask(request.param, True)
 
 
@@ -149,12 +164,12 @@ def test_r2_settings_that_cannot_work_are_refused(answers: Any) -> None:
 
 
 @pytest.mark.parametrize("verl", ALL[1:])
-def test_padded_sequences_are_refused(verl: str) -> None:
+def test_padded_sequences_are_refused(ask: Any, verl: str) -> None:
     assert PADDED in ask(verl, True)["r2_padded"]
 
 
 @pytest.mark.parametrize("verl", ALL[1:])
-def test_with_one_expert_a_row_of_zeros_is_a_route(verl: str) -> None:
+def test_with_one_expert_a_row_of_zeros_is_a_route(ask: Any, verl: str) -> None:
     """It cannot be told from one that is none: a warning says so."""
     found = {"captured rows": True, "the hole goes to expert 0": True}
 

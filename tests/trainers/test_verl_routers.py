@@ -6,7 +6,6 @@ they are. The passes of a training step run in verl's own worker and engine, in 
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,17 +34,14 @@ ALL_OF_R3 = {
 
 
 @pytest.fixture(scope="module")
-def cells() -> Iterator[Any]:
-    """Cell -> its answers, to come; two processes at a time."""
-    verl_engine.download(VERL, MEGATRON)
-    with ThreadPoolExecutor(2) as pool:
-        yield {cell: pool.submit(verl_engine.ask, *cell) for cell in CELLS}
-        pool.shutdown(cancel_futures=True)
+def ask() -> Iterator[Any]:
+    with verl_engine.started(CELLS) as asked:
+        yield asked
 
 
 @pytest.fixture(params=CELLS, ids="-".join)
-def answers(request: pytest.FixtureRequest, cells: Any) -> Any:
-    found = dict(cells[request.param].result())
+def answers(request: pytest.FixtureRequest, ask: Any) -> Any:
+    found = dict(ask(*request.param))
     for question, error in ERRORS.get(request.param, {}).items():
         assert found.pop(question) == error
     return found
