@@ -29,13 +29,18 @@ from replay_patch.patches import (
     skyrl_replay_schedule,
     skyrl_replay_setup,
     skyrl_sampling,
+    verl_actor_pass,
+    verl_engine_pass,
     verl_environment,
     verl_max_tokens,
     verl_max_tokens_sglang,
+    verl_packing,
+    verl_replay_config,
     verl_resumed_routes,
     verl_rollout_routes,
     verl_router_lists,
     verl_router_replay,
+    verl_wide_ids,
 )
 
 PATCHES = (
@@ -71,6 +76,11 @@ PATCHES = (
     skyrl_missing_routes.PATCH,
     skyrl_lost_routes.PATCH,
     skyrl_environment.PATCH,
+    verl_wide_ids.PATCH,
+    verl_packing.PATCH,
+    verl_engine_pass.PATCH,
+    verl_actor_pass.PATCH,
+    verl_replay_config.PATCH,
 )
 
 REPLAY_PATCHES = tuple(patch.name for patch in PATCHES if patch.vital)

@@ -1,11 +1,14 @@
 """verl's helpers find the routers of a stage by their layers, not by places in a list."""
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
+from replay_patch.config import replay_enabled
 from replay_patch.errors import RouteError
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
@@ -39,11 +42,31 @@ def _layers(tf_config: Any, vp_rank: int | None) -> tuple[int, ...]:
     return local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
 
 
+_running: ContextVar[list[Any] | None] = ContextVar("replay objects of a model", default=None)
+
+
+@contextlib.contextmanager
+def running(chunks: Sequence[Any]) -> Iterator[None]:
+    """Here the helpers mean the decoder of this model; else the only one with replay on."""
+    from replay_patch.routers import decoder_routers
+
+    found = [r.router_replay for chunk in chunks for r in decoder_routers(chunk).values()]
+    token = _running.set([entry for entry in found if entry is not None])
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
 def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import router_replay
 
     def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
-        entries = [e for e in router_replay.instances() if not e.mtp_depth]
+        if not replay_enabled(tf_config):  # a critic or reference, beside an actor of other layers
+            return []
+        entries = _running.get()
+        if entries is None:
+            entries = [e for e in router_replay.instances() if not e.mtp_depth]
         if not entries:
             return []
         layers = _layers(tf_config, vp_rank)
@@ -104,7 +127,8 @@ PATCH = Patch(
     ),
     how=(
         "`get_micro_batch_router_list` picks the routers whose layer numbers are those of "
-        "`local_layers`, and refuses if a layer has none or several. On 0.7.0 the layer axis of "
+        "`local_layers`: of the model whose pass is running (verl_engine_pass), else of all that "
+        "there are, and refuses if a layer has none or several. On 0.7.0 the layer axis of "
         "the routes is put into the order in which `set_router_replay_data` reads it."
     ),
     upstream="none",
