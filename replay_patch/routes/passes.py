@@ -70,8 +70,8 @@ class Trajectory:
         self._tokens += later._tokens
         self._rows += later._rows
 
-    def routes(self, token_ids: Sequence[int]) -> NDArray[Any] | None:
-        """int16 (int32 beyond 32 768 experts) [tokens, layers, topk] for these tokens.
+    def routes(self, token_ids: Sequence[int]) -> NDArray[np.int32] | None:
+        """int32 [tokens, layers, topk] for these tokens: signed, and of a type that NCCL has.
 
         A token whose row no call has, or has with a negative id, is all `HOLE`. None if no call
         has routes.
@@ -79,9 +79,7 @@ class Trajectory:
         if not self._rows:
             return None
         wanted = _ints(token_ids)
-        largest = max(int(rows.max(initial=0)) for rows in self._rows)
-        dtype = np.int16 if largest <= np.iinfo(np.int16).max else np.int32
-        out = np.full((len(wanted), *self._rows[0].shape[1:]), HOLE, dtype=dtype)
+        out = np.full((len(wanted), *self._rows[0].shape[1:]), HOLE, dtype=np.int32)
         held = np.zeros(len(wanted), dtype=bool)
         for tokens, rows in zip(self._tokens, self._rows, strict=True):
             usable = min(_common(tokens, wanted), len(rows))

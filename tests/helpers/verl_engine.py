@@ -32,6 +32,7 @@ EXPERTS, TOPK, LAYERS, VOCAB = 8, 2, 2, 64
 MBRIDGE = "0.15.1"
 QUESTIONS = ("names", "masked_rows", "helpers_of_a_stage", "r2", "r3", "r3_beside_another")
 MORE = (
+    "waits_for_the_device",
     "r2_with_a_decoder_built_twice",
     "after_an_exception",
     "r2_without_recording",
@@ -462,7 +463,8 @@ def other_routes(seed: int = 1) -> Any:
 
 
 def map_of(ids: Any) -> Any:
-    """[tokens, K] -> bool [tokens, experts]."""
+    """[tokens, K] -> bool [tokens, experts]; of a row of -1 it says nothing."""
     import torch
 
-    return torch.zeros(len(ids), EXPERTS, dtype=torch.bool).scatter(1, ids.long(), True)
+    made = torch.zeros(len(ids), EXPERTS, dtype=torch.bool)
+    return made.scatter(1, ids.long().clamp(min=0), True)

@@ -127,6 +127,40 @@ def names() -> Any:
     return found
 
 
+def waits_for_the_device() -> Any:
+    """How often one MoE layer reads a value off the device: native, and replaying."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from replay_patch.matrix import tiny
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    replay, action = _patched()
+    config = tiny.moe_config(moe_token_dispatcher_type="alltoall")
+    config.enable_routing_replay = True
+    layer = tiny.moe_layer(config).train()
+    hidden = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(1))
+    found = []
+    for replaying in (False, True):
+        if replaying:
+            replay.router_instances[-1].set_target_indices(_ids(1))
+            replay.set_global_router_replay_action(action.REPLAY_FORWARD)
+        with Reads() as reads:
+            layer(hidden)
+        found.append(reads.count)
+    replay.clear_global_router_replay_action()
+    replay.clear_global_indices()
+    return found
+
+
 def masked_rows() -> Any:
     """verl 0.9's replay_mask, on every release: rows that are to route natively."""
     import torch
@@ -255,17 +289,20 @@ def r2() -> Any:
 def _captured() -> tuple[Any, list[Any]]:
     """Routes as verl puts them into a batch, and the rows that hold one for each trajectory.
 
-    Zeros where nothing was captured: each last token, one in the middle, two prompt tokens.
+    Zeros where nothing was captured: each last token, one in the middle, two prompt tokens. With
+    the plugin -1 in one trajectory, as its rollout patch has it.
     """
     import torch
+
+    from replay_patch import status
 
     routes = verl_engine.other_routes()
     held = [torch.ones(len(rows), dtype=torch.bool) for rows in real_rows(routes)]
     for captured in held:
         captured[-1] = False
     held[1][4], held[2][:2] = False, False
-    for rows, captured in zip(real_rows(routes), held, strict=True):
-        rows[~captured] = 0
+    for number, (rows, captured) in enumerate(zip(real_rows(routes), held, strict=True)):
+        rows[~captured] = -1 if number == 1 and status().enabled else 0
     return routes, held
 
 

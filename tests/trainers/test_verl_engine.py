@@ -55,6 +55,12 @@ def test_without_the_plugin_its_patch_fails_or_replaces_the_routing(cells: Any) 
     ]
 
 
+@pytest.mark.parametrize("verl", ["0.8.0", "0.9.1"])
+def test_without_the_plugin_each_layer_waits_for_the_device(ask: Any, verl: str) -> None:
+    """Its dispatcher counts assignments on the host, replaying or not."""
+    assert ask(verl, False)["waits_for_the_device"] == [1, 1]
+
+
 @pytest.mark.parametrize("verl", ["0.7.0", "0.8.0", "0.9.1"])
 def test_without_the_plugin_rows_that_were_not_captured_go_to_expert_0(ask: Any, verl: str) -> None:
     """In both passes: a row of zeros becomes one expert where the dispatcher counts K."""
@@ -129,6 +135,10 @@ def test_without_the_plugin_r2_of_0_9_replays_the_rollouts_routes(ask: Any) -> N
 @pytest.fixture(params=ALL)
 def answers(request: pytest.FixtureRequest, ask: Any) -> Any:
     return ask(request.param, True)
+
+
+def test_no_layer_waits_for_the_device(answers: Any) -> None:
+    assert answers["waits_for_the_device"] == [0, 0]
 
 
 def test_a_decoder_built_twice_records_and_replays(answers: Any) -> None:

@@ -30,7 +30,7 @@ def captured(routes: np.ndarray) -> list[bool]:
 def test_the_last_sampled_token_has_no_row() -> None:
     routes = of(([5, 6], [7], rows([5, 6]))).routes([5, 6, 7])
 
-    assert routes.dtype == np.int16
+    assert routes.dtype == np.int32
     assert (routes[:2] == rows([5, 6])).all()
     assert (routes[2] == HOLE).all()
 
@@ -83,11 +83,13 @@ def test_no_call_has_routes() -> None:
     assert of(([1], [2], None)).routes([1, 2]) is None
 
 
-def test_ids_beyond_int16_are_kept() -> None:
-    routes = of(([1], [2], np.full((1, 1, 1), 40_000, np.uint16))).routes([1, 2])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int64])
+def test_ids_of_any_integer_type_are_kept(dtype: type) -> None:
+    largest = np.iinfo(dtype).max if dtype in (np.uint8, np.uint16) else 300
+    routes = of(([1], [2], np.full((1, 1, 1), largest, dtype))).routes([1, 2])
 
     assert routes.dtype == np.int32
-    assert routes[0, 0, 0] == 40_000
+    assert routes[0, 0, 0] == largest
 
 
 @pytest.mark.parametrize(
