@@ -77,9 +77,9 @@ def warn_of_one_expert(config: Any, mode: str) -> None:
         from replay_patch import targets
 
         targets.warn_once(
-            "verl, R3 with one expert per token: rows that the rollout did not capture are filled "
-            "with zeros, which is a valid route: where verl does not mask them, such tokens go to "
-            "expert 0"
+            "verl, R3 with one expert per token: a rollout without this plugin fills rows that it "
+            "did not capture with zeros, which is a valid route: where verl does not mask them, "
+            "such tokens go to expert 0. With the plugin there the rows are -1, and route natively"
         )
 
 

@@ -462,7 +462,7 @@ def r2_with_the_rollouts() -> Any:
 
 
 def one_expert() -> Any:
-    """K = 1: a row of zeros is a route to expert 0, and cannot be told from one that is none."""
+    """K = 1: rows of -1 are native; one of zeros is a route to expert 0, as far as ids can say."""
     from unittest.mock import patch
 
     import torch
@@ -478,18 +478,19 @@ def one_expert() -> Any:
         with patch.object(llm_bridge.LLMBridge, "_build_base_config", pre_softmax):
             made = Engine("R3")
         routes, held = _captured()
+        native = _native(made)
         maps = _watch(made, lambda: made.log_probs(batch(routes)))
     finally:
         verl_engine.TOPK = 2
     rows = real_rows(routes)
-    zeros = [torch.equal(maps[1][layer][0][4], map_of(rows[1][4:5, layer])[0]) for layer in (0, 1)]
     return {
         "captured rows": all(
             torch.equal(calls[0][held[row]], map_of(rows[row][:, layer])[held[row]])
             for row, layers in enumerate(maps)
             for layer, calls in enumerate(layers)
         ),
-        "the hole goes to expert 0": zeros == [True, True],
+        "a row of -1 is native": torch.equal(maps[1][0][0][4], native[1][0][0][4]),
+        "a row of zeros": [maps[2][layer][0][0].nonzero().tolist() for layer in (0, 1)],
     }
 
 
