@@ -44,7 +44,7 @@ def _by_token(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             passes.current.reset(before)
         whole.extend(part)
-        output.routed_experts = part.routes([*kwargs["prompt_ids"], *output.token_ids])
+        output.routed_experts = part.routes([*passes.flat(kwargs["prompt_ids"]), *output.token_ids])
         return output
 
     return generate

@@ -53,6 +53,9 @@ LOOPS = {
     "no routes": (ONE, [[Answer("one")], [Answer("two", "none")], [Answer("three")]]),
     "first has none": (ONE, [[Answer("one", "none")], [Answer("two")]]),
     "new rows only": (ONE, [[Answer("generated", "new")]]),
+    "in a thread": ("in a thread", [[Answer("one")]]),
+    "in a thread, new rows only": ("in a thread", [[Answer("generated", "new")]]),
+    "as tokenizers return prompts": ("tokenizer", [[Answer("one")]]),
 }
 PART = functools.partial(Answer, stop="aborted")
 RESUMED = {
@@ -60,6 +63,7 @@ RESUMED = {
     "a part without": [[PART("abc"), PART("defgh", "none"), PART("ij"), Answer("kl")]],
     "the last without": [[PART("abc"), Answer("defgh", "none")]],
     "resumed and cut": [[PART("abc"), Answer(LONG)]],
+    "resumed after filling": [[PART("abc", "all"), PART("", "empty"), Answer("defg")]],
 }
 
 def run(agent, answers, *, replay=True, validate=False, **options):
@@ -82,7 +86,6 @@ class Own(getattr(agent_loop, "AgentLoopWorkerBase", agent_loop.AgentLoopWorker)
 
     async def generate_sequences(self, batch):
         loop = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
-        agent_loop._agent_loop_registry["two outputs"] = {"_target_": "__main__.TwoOutputs"}
         await self._run_agent_loop({}, loop, agent_name="two outputs", trace=False, **batch)
         return self.seen
 
@@ -97,6 +100,33 @@ class TwoOutputs(agent_loop.AgentLoopBase):
                 prompt_ids=ids, response_ids=got.token_ids, response_mask=[1] * len(got.token_ids),
                 metrics=agent_loop.AgentLoopMetrics(), num_turns=1, extra_fields={}))
         return outputs
+
+class InAThread(agent_loop.AgentLoopBase):
+    '''It hands on the engine's rows, of calls that no task of verl's makes.'''
+
+    async def run(self, sampling_params, **kwargs):
+        loop, ids = asyncio.get_running_loop(), tokenizer.encode("#0 hello")
+        call = lambda: asyncio.run_coroutine_threadsafe(self.server_manager.generate(
+            request_id="1", prompt_ids=ids, sampling_params=sampling_params), loop).result()
+        got = await loop.run_in_executor(None, call)
+        return agent_loop.AgentLoopOutput(
+            prompt_ids=ids, response_ids=got.token_ids, response_mask=[1] * len(got.token_ids),
+            routed_experts=got.routed_experts, metrics=agent_loop.AgentLoopMetrics(), num_turns=1,
+            extra_fields={})
+
+class Tokenizer(agent_loop.AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        prompt = tokenizer("#0 hello")
+        got = await self.server_manager.generate(
+            request_id="1", prompt_ids=prompt, sampling_params=sampling_params)
+        return agent_loop.AgentLoopOutput(
+            prompt_ids=prompt["input_ids"], response_ids=got.token_ids,
+            response_mask=[1] * len(got.token_ids), routed_experts=got.routed_experts,
+            metrics=agent_loop.AgentLoopMetrics(), num_turns=1, extra_fields={})
+
+OF_USERS = {"two outputs": TwoOutputs, "in a thread": InAThread, "tokenizer": Tokenizer}
+for name, cls in OF_USERS.items():
+    agent_loop._agent_loop_registry[name] = {"_target_": f"__main__.{cls.__name__}"}
 
 def of_a_user():
     async def rollout():
@@ -124,7 +154,7 @@ def asked(module, name, request, prompt, given):
     made = getattr(module, request).made
     made.clear()
     try:
-        generate(server, [5] * prompt, dict(given), "id").send(None)
+        generate(server, prompt, dict(given), "id").send(None)
     except Exception as error:
         if not made:
             return f"{type(error).__name__}: {error}"
@@ -138,7 +168,10 @@ def limits():
         "vllm": (vllm_server, "vLLMHttpServer", "SamplingParams"),
         "sglang": (sglang_server, "SGLangHttpServer", "GenerateReqInput"),
     }
-    return {key: [asked(*server, *ask) for ask in asks] for key, server in servers.items()}
+    out = {key: [asked(*server, [5] * prompt, given) for prompt, given in asks]
+           for key, server in servers.items()}
+    prompts = [[5] * 25], {"input_ids": [5] * 25}
+    return out | {"forms": [asked(*servers["vllm"], prompt, {}) for prompt in prompts]}
 
 def environment():
     return main_ppo.get_ppo_ray_runtime_env()["env_vars"].get("REPLAY_PATCH_LOG")
@@ -244,6 +277,7 @@ def test_without_the_plugin_a_sample_without_routes_is_found_late_or_never(answe
 def test_without_the_plugin_rows_are_put_at_wrong_tokens(answers: Any) -> None:
     """Nine rows for the nine generated tokens are put at the first nine of the prompt."""
     assert answers["without"]["new rows only"] == [[30, 0, 0, 9]]
+    assert answers["without"]["in a thread, new rows only"] == [[17, 0, 0, 9]]
 
 
 def test_without_the_plugin_resumed_generations_fail_or_shift_their_rows() -> None:
@@ -267,8 +301,16 @@ LOOPS = (
     "truncated tools",
     "last turn without",
     "a turn without",
+    "in a thread",
+    "as tokenizers return prompts",
 )
-RESUMED = ("resumed", "a part without", "the last without", "resumed and cut")
+RESUMED = (
+    "resumed",
+    "a part without",
+    "the last without",
+    "resumed and cut",
+    "resumed after filling",
+)
 
 
 @pytest.mark.parametrize("loop", LOOPS + RESUMED)
@@ -293,7 +335,10 @@ def test_a_sample_without_routes_is_one_error_that_names_it(
 
 
 def test_rows_that_are_not_of_all_tokens_are_refused(answers: Any) -> None:
-    assert "9 rows of routed_experts for 21 prompt and 9 gen" in answers["with"]["new rows only"]
+    found = answers["with"]
+
+    assert "9 rows of routed_experts for 21 prompt and 9 gen" in found["new rows only"]
+    assert "returns 9 rows of routed_experts for 17 tokens" in found["in a thread, new rows only"]
 
 
 def test_nothing_is_asked_of_a_rollout_without_replay_or_of_validation(answers: Any) -> None:
@@ -324,6 +369,13 @@ def test_a_response_has_one_to_response_length_tokens(
     expected = [expected_limit(prompt, given, spare) for prompt, given in asks]
 
     assert answers["with"]["limits"][server] == expected
+
+
+def test_a_prompt_is_counted_in_any_form_that_the_server_takes(answers: Any) -> None:
+    if answers["verl"] == "0.7.0":
+        pytest.skip("verl 0.7.0's server takes lists only")
+
+    assert answers["with"]["limits"]["forms"] == [5, 5]
 
 
 def test_patches_are_in_place_where_the_release_needs_them(answers: Any) -> None:
