@@ -4,8 +4,8 @@ A trajectory comes from several calls: turns of a tool loop, generations that we
 resumed. An engine returns rows for the whole sequence at each call, for one token less than there
 are, or none at all, and the trajectory may be cut or retokenised afterwards. So a row is taken by
 what it belongs to: it is a token's if the tokens up to that one are the same in the call and in the
-trajectory. Of several calls the first counts, which is the one that sampled the next token. The last
-token of a call was never fed forward: a row for it is filling, and so is one of nothing but zeros.
+trajectory. Of several calls the first counts, which is the one that sampled the next token. The
+last token of a call was never fed forward: a row for it is filling, as is one of zeros only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,8 +111,9 @@ def flat(token_ids: Any) -> NDArray[np.int64]:
 
 def _chosen(rows: NDArray[Any]) -> NDArray[np.bool_]:
     """bool [tokens]: a router can have chosen this row. None takes an expert twice."""
-    written: NDArray[np.bool_] = (rows >= 0).all(axis=(1, 2))
-    return written & rows.any(axis=(1, 2)) if rows.shape[2] > 1 else written
+    places = (1, 2)
+    written = np.asarray((rows >= 0).all(axis=places))
+    return written & rows.any(axis=places) if rows.shape[2] > 1 else written
 
 
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:

@@ -127,7 +127,7 @@ def test_rows_come_in_any_form(dtype: type, form: str) -> None:
     given.flags.writeable = form != "read-only"
     routes = of(([5, 6], [7], torch.tensor(given) if form == "torch" else given)).routes([5, 6, 7])
 
-    assert routes.flags.writeable and routes.flags.c_contiguous
+    assert routes.flags.writeable  # or torch.from_numpy warns
     assert (routes[:2] == rows([5, 6])).all()
 
 
