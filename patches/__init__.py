@@ -36,6 +36,7 @@ from replay_patch.patches import (
     verl_rollout_routes,
     verl_router_lists,
     verl_router_replay,
+    verl_uncaptured_rows,
 )
 
 PATCHES = (
@@ -61,6 +62,7 @@ PATCHES = (
     verl_router_lists.PATCH,
     verl_rollout_routes.PATCH,
     verl_resumed_routes.PATCH,
+    verl_uncaptured_rows.PATCH,
     verl_max_tokens.PATCH,
     verl_max_tokens_sglang.PATCH,
     verl_environment.PATCH,
