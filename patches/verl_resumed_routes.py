@@ -37,7 +37,7 @@ def _by_token(original: Callable[..., Any]) -> Callable[..., Any]:
         whole = passes.current.get()
         if whole is None:
             return await original(self, *args, **kwargs)
-        part = passes.Trajectory(whole.name, merged_by_caller=True)
+        part = passes.Trajectory(whole.name, whole.unwanted, merged_by_caller=True)
         before = passes.current.set(part)
         try:
             output = await original(self, *args, **kwargs)

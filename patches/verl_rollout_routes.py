@@ -68,7 +68,8 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
         output = await original(self, *args, **kwargs)
         trajectory = passes.current.get()
         if trajectory is not None and hasattr(output, "routed_experts"):
-            trajectory.add(kwargs["prompt_ids"], output.token_ids, output.routed_experts)
+            if not trajectory.unwanted:
+                trajectory.add(kwargs["prompt_ids"], output.token_ids, output.routed_experts)
             if trajectory.merged_by_caller:
                 output.routed_experts = None
         return output

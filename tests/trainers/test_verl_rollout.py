@@ -173,16 +173,41 @@ def limits():
     prompts = [[5] * 25], {"input_ids": [5] * 25}
     return out | {"forms": [asked(*servers["vllm"], prompt, {}) for prompt in prompts]}
 
+def unpadded():
+    '''Routes of four tokens, the last two without, on their way to a packed microbatch.'''
+    import torch
+    from tensordict import TensorDict
+    from verl.utils import attention_utils
+    from verl.workers.utils import padding
+
+    try:
+        from verl.utils import npu_flash_attn_utils as torch_only
+    except ImportError:  # 0.9: it asks by itself
+        pass
+    else:
+        names = "index_first_axis", "pad_input", "rearrange", "unpad_input"
+        functions = [getattr(torch_only, name) for name in names]
+        attention_utils._get_attention_functions = lambda: functions
+    four = torch.arange(4)[None]
+    rows = torch.tensor([[[[3, 4]], [[5, 255]], [[-1, -1]], [[-1, -1]]]], dtype=torch.int16)
+    batch = TensorDict({
+        "input_ids": four, "position_ids": four, "attention_mask": torch.ones_like(four),
+        "response_mask": torch.ones(1, 2), "routed_experts": rows}, batch_size=[1])
+    found = padding.left_right_2_no_padding(batch)["routed_experts"]
+    return (found.values() if found.is_nested else found[0])[:, 0].tolist()
+
 def environment():
     return main_ppo.get_ppo_ray_runtime_env()["env_vars"].get("REPLAY_PATCH_LOG")
 
 def everything():
     out = {name: run(*case) for name, case in LOOPS.items()}
     out["replay off"] = run(ONE, [[Answer("one", "none")]], replay=False)
-    out["validation"] = run(ONE, [[Answer("one", "none")], [Answer("two")]], validate=True)
+    others = [[Answer("one", "none")], [Answer("two")], [Answer("three", "new")]]
+    out["validation"] = run(ONE, others, validate=True)
     out["a user's worker"] = of_a_user()
     out["limits"] = limits()
     out["environment"] = environment()
+    out["unpadded"] = unpadded()
     if resuming_client() is not None:
         for name, answers in RESUMED.items():
             out[name] = run(ONE, answers, resuming=True)
@@ -292,6 +317,11 @@ def test_without_the_plugin_a_response_grows_or_has_no_token() -> None:
     assert ask("0.9.1")["without"]["limits"]["sglang"][3] == 0
 
 
+@pytest.mark.parametrize("verl", ["0.7.1", "0.8.0"])
+def test_without_the_plugin_a_token_without_a_row_gets_expert_255(verl: str) -> None:
+    assert ask(verl)["without"]["unpadded"][2:] == [[255, 255]] * 2
+
+
 # --- with the plugin --------------------------------------------------------------------------
 
 LOOPS = (
@@ -321,6 +351,10 @@ def test_each_token_has_its_own_row_or_none(answers: Any, loop: str) -> None:
     for tokens, right, without, captured in answers["with"][loop]:
         assert (right, without) == (captured, tokens - captured)
         assert captured > 0
+
+
+def test_a_token_without_a_row_has_none_in_a_packed_batch_either(answers: Any) -> None:
+    assert answers["with"]["unpadded"] == [[3, 4], [5, 255], [-1, -1], [-1, -1]]
 
 
 @pytest.mark.parametrize("loop, sample", [("no routes", 1), ("first has none", 0)])
@@ -381,12 +415,12 @@ def test_a_prompt_is_counted_in_any_form_that_the_server_takes(answers: Any) -> 
 def test_patches_are_in_place_where_the_release_needs_them(answers: Any) -> None:
     needed = {
         "0.7.0": ("verl_max_tokens",),
-        "0.7.1": ("verl_max_tokens",),
-        "0.8.0": ("verl_resumed_routes",),
+        "0.7.1": ("verl_max_tokens", "verl_uncaptured_rows"),
+        "0.8.0": ("verl_resumed_routes", "verl_uncaptured_rows"),
         "0.9.1": ("verl_resumed_routes",),
     }
     always = ("verl_rollout_routes", "verl_max_tokens_sglang")
-    rollout = [*always, "verl_max_tokens", "verl_resumed_routes"]
+    rollout = [*always, "verl_max_tokens", "verl_resumed_routes", "verl_uncaptured_rows"]
 
     for name in rollout:
         expected = name in always + needed[answers["verl"]]
