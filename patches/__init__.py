@@ -40,6 +40,7 @@ from replay_patch.patches import (
     verl_rollout_routes,
     verl_router_lists,
     verl_router_replay,
+    verl_uncaptured_rows,
     verl_wide_ids,
 )
 
@@ -66,6 +67,7 @@ PATCHES = (
     verl_router_lists.PATCH,
     verl_rollout_routes.PATCH,
     verl_resumed_routes.PATCH,
+    verl_uncaptured_rows.PATCH,
     verl_max_tokens.PATCH,
     verl_max_tokens_sglang.PATCH,
     verl_environment.PATCH,

@@ -103,11 +103,13 @@ class _Idle:
 
 
 def _bounded(spare: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.routes import passes
+
     signature = inspect.signature(original)
 
     async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(self, *args, **kwargs)
-        held, config = len(call.arguments["prompt_ids"]), self.config
+        held, config = len(passes.flat(call.arguments["prompt_ids"])), self.config
         given = dict(call.arguments["sampling_params"])  # the caller has it for the next turn too
         said = [given.pop(key) for key in _KEYS if key in given]
         wanted = next((limit for limit in said if limit is not None), None)

@@ -37,14 +37,14 @@ def _by_token(original: Callable[..., Any]) -> Callable[..., Any]:
         whole = passes.current.get()
         if whole is None:
             return await original(self, *args, **kwargs)
-        part = passes.Trajectory(whole.name, merged_by_caller=True)
+        part = passes.Trajectory(whole.name, whole.unwanted, merged_by_caller=True)
         before = passes.current.set(part)
         try:
             output = await original(self, *args, **kwargs)
         finally:
             passes.current.reset(before)
         whole.extend(part)
-        output.routed_experts = part.routes([*kwargs["prompt_ids"], *output.token_ids])
+        output.routed_experts = part.routes([*passes.flat(kwargs["prompt_ids"]), *output.token_ids])
         return output
 
     return generate

@@ -68,7 +68,8 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
         output = await original(self, *args, **kwargs)
         trajectory = passes.current.get()
         if trajectory is not None and hasattr(output, "routed_experts"):
-            trajectory.add(kwargs["prompt_ids"], output.token_ids, output.routed_experts)
+            if not trajectory.unwanted:
+                trajectory.add(kwargs["prompt_ids"], output.token_ids, output.routed_experts)
             if trajectory.merged_by_caller:
                 output.routed_experts = None
         return output
@@ -91,21 +92,20 @@ def _routed(postprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _routes(trajectory: Any, output: Any) -> Any:
-    routes = trajectory.routes([*output.prompt_ids, *output.response_ids])
-    if routes is None:
-        routes = output.routed_experts  # of a loop that does not generate through verl's client
-    elif (routes < 0).all():
-        routes = None
-    if routes is None:
+    tokens = [*output.prompt_ids, *output.response_ids]
+    places = enumerate(output.response_mask, len(output.prompt_ids))
+    sampled = [place for place, by_model in places if by_model]
+    routes = trajectory.routes(tokens)
+    if routes is None and output.routed_experts is not None:
+        routes = _own(trajectory.name, output.routed_experts, tokens, sampled)
+    if routes is None or (sampled and (routes < 0).all()):
         raise RouteError(
             f"{trajectory.name}: no token has routed_experts, though "
             "rollout.enable_rollout_routing_replay is on; expected rows for all but the last "
             "token. Does this engine return them (vLLM: enable_return_routed_experts), and for "
-            "these tokens?"
+            "these tokens? A loop that generates in threads of its own has to hand them on"
         )
-    sampled = [i for i, by_model in enumerate(output.response_mask[:-1]) if by_model]
-    rows = routes[len(output.prompt_ids) :]
-    missing = sum(1 for i in sampled if i >= len(rows) or (rows[i] < 0).any())
+    missing = sum(1 for place in sampled[:-1] if (routes[place] < 0).any())
     if missing:
         _log.warning(
             "%s: %d of %d sampled tokens have no routed_experts; the trainer routes these natively",
@@ -114,6 +114,23 @@ def _routes(trajectory: Any, output: Any) -> Any:
             len(sampled),
         )
     return routes
+
+
+def _own(name: str, rows: Any, tokens: list[int], sampled: list[int]) -> Any:
+    """Routes that a loop hands on without verl's client, which nothing but their number tells to
+    be of the whole sequence."""
+    from replay_patch.routes import passes
+
+    least = sampled[-1] if sampled else 0
+    if not least <= len(rows) <= len(tokens):
+        raise RouteError(
+            f"{name}: its agent loop returns {len(rows)} rows of routed_experts for {len(tokens)} "
+            f"tokens, of which the model sampled token {least} last; expected at least {least}, "
+            "from the first token of the prompt on: fill up with -1 where there are none"
+        )
+    part = passes.Trajectory(name)
+    part.add(tokens[: len(rows) + 1], [], rows)
+    return part.routes(tokens)
 
 
 PATCH = Patch(

@@ -5,7 +5,7 @@ For processes of tests/trainers; everything is in this process, without Ray acto
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ TOOL_CALL = '<tool_call>{"name":"unknown","arguments":{}}</tool_call>'  # answer
 class Answer:
     """What the engine returns for one call.
 
-    `rows`: "but one" (no row for the last token, as engines do), "all", "none", or "new" (of the
-    generated tokens only).
+    `rows`: "but one" (no row for the last token, as engines do), "all" (filling for the last),
+    "none", "empty", or "new" (of the generated tokens only).
     """
 
     text: str
@@ -68,18 +68,27 @@ class Engine:
     def _release_server(self, **_: Any) -> None:
         pass
 
-    async def _generate(self, prompt_ids: Sequence[int], **_: Any) -> Any:
+    async def _generate(self, prompt_ids: Any, **_: Any) -> Any:
         from verl.workers.rollout.replica import TokenOutput
 
-        prompt = list(prompt_ids)
+        ids = prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) else prompt_ids
+        prompt = list(ids)
         text = self.tokenizer.decode(prompt)
         sample = int(text[text.index("#") + 1])
         answer = next(self.answers[sample])
         tokens = self.tokenizer.encode(answer.text, add_special_tokens=False)
         rows = routes([*prompt, *tokens])
-        kinds = {"all": rows, "but one": rows[:-1], "none": None, "new": rows[len(prompt) :]}
+        rows[-1] = 0  # it was never fed forward
+        kinds = {
+            "all": rows,
+            "but one": rows[:-1],
+            "none": None,
+            "empty": rows[:0],
+            "new": rows[len(prompt) :],
+        }
         given = kinds[answer.rows]
-        self.captured[sample] = max(self.captured[sample], 0 if given is None else len(given))
+        held = 0 if given is None else min(len(given), len(rows) - 1)
+        self.captured[sample] = max(self.captured[sample], held)
         return TokenOutput(
             token_ids=tokens,
             log_probs=[0.0] * len(tokens),

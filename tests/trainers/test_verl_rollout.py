@@ -53,6 +53,9 @@ LOOPS = {
     "no routes": (ONE, [[Answer("one")], [Answer("two", "none")], [Answer("three")]]),
     "first has none": (ONE, [[Answer("one", "none")], [Answer("two")]]),
     "new rows only": (ONE, [[Answer("generated", "new")]]),
+    "in a thread": ("in a thread", [[Answer("one")]]),
+    "in a thread, new rows only": ("in a thread", [[Answer("generated", "new")]]),
+    "as tokenizers return prompts": ("tokenizer", [[Answer("one")]]),
 }
 PART = functools.partial(Answer, stop="aborted")
 RESUMED = {
@@ -60,6 +63,7 @@ RESUMED = {
     "a part without": [[PART("abc"), PART("defgh", "none"), PART("ij"), Answer("kl")]],
     "the last without": [[PART("abc"), Answer("defgh", "none")]],
     "resumed and cut": [[PART("abc"), Answer(LONG)]],
+    "resumed after filling": [[PART("abc", "all"), PART("", "empty"), Answer("defg")]],
 }
 
 def run(agent, answers, *, replay=True, validate=False, **options):
@@ -82,7 +86,6 @@ class Own(getattr(agent_loop, "AgentLoopWorkerBase", agent_loop.AgentLoopWorker)
 
     async def generate_sequences(self, batch):
         loop = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
-        agent_loop._agent_loop_registry["two outputs"] = {"_target_": "__main__.TwoOutputs"}
         await self._run_agent_loop({}, loop, agent_name="two outputs", trace=False, **batch)
         return self.seen
 
@@ -97,6 +100,33 @@ class TwoOutputs(agent_loop.AgentLoopBase):
                 prompt_ids=ids, response_ids=got.token_ids, response_mask=[1] * len(got.token_ids),
                 metrics=agent_loop.AgentLoopMetrics(), num_turns=1, extra_fields={}))
         return outputs
+
+class InAThread(agent_loop.AgentLoopBase):
+    '''It hands on the engine's rows, of calls that no task of verl's makes.'''
+
+    async def run(self, sampling_params, **kwargs):
+        loop, ids = asyncio.get_running_loop(), tokenizer.encode("#0 hello")
+        call = lambda: asyncio.run_coroutine_threadsafe(self.server_manager.generate(
+            request_id="1", prompt_ids=ids, sampling_params=sampling_params), loop).result()
+        got = await loop.run_in_executor(None, call)
+        return agent_loop.AgentLoopOutput(
+            prompt_ids=ids, response_ids=got.token_ids, response_mask=[1] * len(got.token_ids),
+            routed_experts=got.routed_experts, metrics=agent_loop.AgentLoopMetrics(), num_turns=1,
+            extra_fields={})
+
+class Tokenizer(agent_loop.AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        prompt = tokenizer("#0 hello")
+        got = await self.server_manager.generate(
+            request_id="1", prompt_ids=prompt, sampling_params=sampling_params)
+        return agent_loop.AgentLoopOutput(
+            prompt_ids=prompt["input_ids"], response_ids=got.token_ids,
+            response_mask=[1] * len(got.token_ids), routed_experts=got.routed_experts,
+            metrics=agent_loop.AgentLoopMetrics(), num_turns=1, extra_fields={})
+
+OF_USERS = {"two outputs": TwoOutputs, "in a thread": InAThread, "tokenizer": Tokenizer}
+for name, cls in OF_USERS.items():
+    agent_loop._agent_loop_registry[name] = {"_target_": f"__main__.{cls.__name__}"}
 
 def of_a_user():
     async def rollout():
@@ -124,7 +154,7 @@ def asked(module, name, request, prompt, given):
     made = getattr(module, request).made
     made.clear()
     try:
-        generate(server, [5] * prompt, dict(given), "id").send(None)
+        generate(server, prompt, dict(given), "id").send(None)
     except Exception as error:
         if not made:
             return f"{type(error).__name__}: {error}"
@@ -138,7 +168,33 @@ def limits():
         "vllm": (vllm_server, "vLLMHttpServer", "SamplingParams"),
         "sglang": (sglang_server, "SGLangHttpServer", "GenerateReqInput"),
     }
-    return {key: [asked(*server, *ask) for ask in asks] for key, server in servers.items()}
+    out = {key: [asked(*server, [5] * prompt, given) for prompt, given in asks]
+           for key, server in servers.items()}
+    prompts = [[5] * 25], {"input_ids": [5] * 25}
+    return out | {"forms": [asked(*servers["vllm"], prompt, {}) for prompt in prompts]}
+
+def unpadded():
+    '''Routes of four tokens, the last two without, on their way to a packed microbatch.'''
+    import torch
+    from tensordict import TensorDict
+    from verl.utils import attention_utils
+    from verl.workers.utils import padding
+
+    try:
+        from verl.utils import npu_flash_attn_utils as torch_only
+    except ImportError:  # 0.9: it asks by itself
+        pass
+    else:
+        names = "index_first_axis", "pad_input", "rearrange", "unpad_input"
+        functions = [getattr(torch_only, name) for name in names]
+        attention_utils._get_attention_functions = lambda: functions
+    four = torch.arange(4)[None]
+    rows = torch.tensor([[[[3, 4]], [[5, 255]], [[-1, -1]], [[-1, -1]]]], dtype=torch.int16)
+    batch = TensorDict({
+        "input_ids": four, "position_ids": four, "attention_mask": torch.ones_like(four),
+        "response_mask": torch.ones(1, 2), "routed_experts": rows}, batch_size=[1])
+    found = padding.left_right_2_no_padding(batch)["routed_experts"]
+    return (found.values() if found.is_nested else found[0])[:, 0].tolist()
 
 def environment():
     return main_ppo.get_ppo_ray_runtime_env()["env_vars"].get("REPLAY_PATCH_LOG")
@@ -146,10 +202,12 @@ def environment():
 def everything():
     out = {name: run(*case) for name, case in LOOPS.items()}
     out["replay off"] = run(ONE, [[Answer("one", "none")]], replay=False)
-    out["validation"] = run(ONE, [[Answer("one", "none")], [Answer("two")]], validate=True)
+    others = [[Answer("one", "none")], [Answer("two")], [Answer("three", "new")]]
+    out["validation"] = run(ONE, others, validate=True)
     out["a user's worker"] = of_a_user()
     out["limits"] = limits()
     out["environment"] = environment()
+    out["unpadded"] = unpadded()
     if resuming_client() is not None:
         for name, answers in RESUMED.items():
             out[name] = run(ONE, answers, resuming=True)
@@ -244,6 +302,7 @@ def test_without_the_plugin_a_sample_without_routes_is_found_late_or_never(answe
 def test_without_the_plugin_rows_are_put_at_wrong_tokens(answers: Any) -> None:
     """Nine rows for the nine generated tokens are put at the first nine of the prompt."""
     assert answers["without"]["new rows only"] == [[30, 0, 0, 9]]
+    assert answers["without"]["in a thread, new rows only"] == [[17, 0, 0, 9]]
 
 
 def test_without_the_plugin_resumed_generations_fail_or_shift_their_rows() -> None:
@@ -258,6 +317,11 @@ def test_without_the_plugin_a_response_grows_or_has_no_token() -> None:
     assert ask("0.9.1")["without"]["limits"]["sglang"][3] == 0
 
 
+@pytest.mark.parametrize("verl", ["0.7.1", "0.8.0"])
+def test_without_the_plugin_a_token_without_a_row_gets_expert_255(verl: str) -> None:
+    assert ask(verl)["without"]["unpadded"][2:] == [[255, 255]] * 2
+
+
 # --- with the plugin --------------------------------------------------------------------------
 
 LOOPS = (
@@ -267,8 +331,16 @@ LOOPS = (
     "truncated tools",
     "last turn without",
     "a turn without",
+    "in a thread",
+    "as tokenizers return prompts",
 )
-RESUMED = ("resumed", "a part without", "the last without", "resumed and cut")
+RESUMED = (
+    "resumed",
+    "a part without",
+    "the last without",
+    "resumed and cut",
+    "resumed after filling",
+)
 
 
 @pytest.mark.parametrize("loop", LOOPS + RESUMED)
@@ -279,6 +351,10 @@ def test_each_token_has_its_own_row_or_none(answers: Any, loop: str) -> None:
     for tokens, right, without, captured in answers["with"][loop]:
         assert (right, without) == (captured, tokens - captured)
         assert captured > 0
+
+
+def test_a_token_without_a_row_has_none_in_a_packed_batch_either(answers: Any) -> None:
+    assert answers["with"]["unpadded"] == [[3, 4], [5, 255], [-1, -1], [-1, -1]]
 
 
 @pytest.mark.parametrize("loop, sample", [("no routes", 1), ("first has none", 0)])
@@ -293,7 +369,10 @@ def test_a_sample_without_routes_is_one_error_that_names_it(
 
 
 def test_rows_that_are_not_of_all_tokens_are_refused(answers: Any) -> None:
-    assert "9 rows of routed_experts for 21 prompt and 9 gen" in answers["with"]["new rows only"]
+    found = answers["with"]
+
+    assert "9 rows of routed_experts for 21 prompt and 9 gen" in found["new rows only"]
+    assert "returns 9 rows of routed_experts for 17 tokens" in found["in a thread, new rows only"]
 
 
 def test_nothing_is_asked_of_a_rollout_without_replay_or_of_validation(answers: Any) -> None:
@@ -326,15 +405,22 @@ def test_a_response_has_one_to_response_length_tokens(
     assert answers["with"]["limits"][server] == expected
 
 
+def test_a_prompt_is_counted_in_any_form_that_the_server_takes(answers: Any) -> None:
+    if answers["verl"] == "0.7.0":
+        pytest.skip("verl 0.7.0's server takes lists only")
+
+    assert answers["with"]["limits"]["forms"] == [5, 5]
+
+
 def test_patches_are_in_place_where_the_release_needs_them(answers: Any) -> None:
     needed = {
         "0.7.0": ("verl_max_tokens",),
-        "0.7.1": ("verl_max_tokens",),
-        "0.8.0": ("verl_resumed_routes",),
+        "0.7.1": ("verl_max_tokens", "verl_uncaptured_rows"),
+        "0.8.0": ("verl_resumed_routes", "verl_uncaptured_rows"),
         "0.9.1": ("verl_resumed_routes",),
     }
     always = ("verl_rollout_routes", "verl_max_tokens_sglang")
-    rollout = [*always, "verl_max_tokens", "verl_resumed_routes"]
+    rollout = [*always, "verl_max_tokens", "verl_resumed_routes", "verl_uncaptured_rows"]
 
     for name in rollout:
         expected = name in always + needed[answers["verl"]]

@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+from collections import UserDict
 
 import numpy as np
 import pytest
+import torch
 
 from replay_patch.errors import RouteError
 from replay_patch.routes import passes
@@ -27,8 +29,9 @@ def captured(routes: np.ndarray) -> list[bool]:
     return [bool((row >= 0).all()) for row in routes]
 
 
-def test_the_last_sampled_token_has_no_row() -> None:
-    routes = of(([5, 6], [7], rows([5, 6]))).routes([5, 6, 7])
+@pytest.mark.parametrize("held", [2, 3])
+def test_the_last_sampled_token_has_no_row(held: int) -> None:
+    routes = of(([5, 6], [7], rows([5, 6, 7])[:held])).routes([5, 6, 7])
 
     assert routes.dtype == np.int32
     assert (routes[:2] == rows([5, 6])).all()
@@ -79,8 +82,53 @@ def test_a_row_with_a_negative_id_is_taken_from_the_next_call() -> None:
     assert routes[1, 0, 0] == 51
 
 
-def test_no_call_has_routes() -> None:
-    assert of(([1], [2], None)).routes([1, 2]) is None
+@pytest.mark.parametrize("filling", ["last", "zeros"])
+def test_a_row_that_nobody_wrote_is_taken_from_the_next_call(filling: str) -> None:
+    first = rows([1, 2, 3], 2)
+    first[-1 if filling == "last" else 1] = 0
+    routes = of(([1, 2], [3], first), ([1, 2, 3], [4], rows([1, 2, 3]))).routes([1, 2, 3, 4])
+
+    assert captured(routes) == [True] * 3 + [False]
+    assert (routes[2] == rows([1, 2, 3])[2]).all()
+    assert (routes[1] == rows([1, 2], 2 if filling == "last" else 0)[1]).all()
+
+
+def test_expert_0_of_top_1_is_a_choice() -> None:
+    routes = of(([1, 2], [3], np.zeros((2, 4, 1), np.uint8))).routes([1, 2, 3])
+
+    assert captured(routes) == [True, True, False]
+
+
+@pytest.mark.parametrize("none", [None, np.zeros((0, 2, 2), np.int32), []])
+def test_no_call_has_routes(none: object) -> None:
+    assert of(([1], [2], none)).routes([1, 2]) is None
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        (5, 6),
+        np.array([5, 6], np.uint16),
+        torch.tensor([[5, 6]]),
+        [[5, 6]],
+        UserDict(input_ids=[5, 6], attention_mask=[1, 1]),  # as transformers' BatchEncoding
+    ],
+)
+def test_prompts_come_in_any_form_that_servers_take(prompt: object) -> None:
+    routes = of((prompt, [7], rows([5, 6]))).routes([5, 6, 7])
+
+    assert captured(routes) == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int64])
+@pytest.mark.parametrize("form", ["read-only", "strided", "torch"])
+def test_rows_come_in_any_form(dtype: type, form: str) -> None:
+    given = np.repeat(rows([5, 6]), 2, axis=0).astype(dtype)[::2]
+    given.flags.writeable = form != "read-only"
+    routes = of(([5, 6], [7], torch.tensor(given) if form == "torch" else given)).routes([5, 6, 7])
+
+    assert routes.flags.writeable  # or torch.from_numpy warns
+    assert (routes[:2] == rows([5, 6])).all()
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int64])
@@ -112,6 +160,8 @@ def test_rows_that_do_not_fit_are_refused_with_the_sample(given: np.ndarray, mes
 def test_calls_of_two_models_are_refused() -> None:
     with pytest.raises(RouteError, match=r"call 2: routes of \[1, 2\] layers .* have \[2, 2\]"):
         of(([1], [2], rows([1])), ([1, 2], [3], rows([1, 2])[:, :1]))
+    with pytest.raises(RouteError, match=r"call 2: routes of \[1, 2\] layers .* have \[2, 2\]"):
+        of(([1], [2], rows([1]))).extend(of(([1, 2], [3], rows([1, 2])[:, :1])))
 
 
 def test_any_calls_against_a_search_by_token() -> None:
@@ -131,7 +181,7 @@ def test_any_calls_against_a_search_by_token() -> None:
                 given[place].tolist()
                 for prompt, new, given in calls
                 if given is not None
-                and place < len(given)
+                and place < min(len(given), len(prompt) + len(new) - 1)
                 and [*prompt, *new][: place + 1] == wanted[: place + 1]
             ]
             expected.append(fitting[0] if fitting else None)
@@ -139,7 +189,7 @@ def test_any_calls_against_a_search_by_token() -> None:
         routes = of(*calls).routes(wanted)
 
         if routes is None:
-            assert all(given is None for *_, given in calls)
+            assert all(given is None or not len(given) for *_, given in calls)
         else:
             got = [row.tolist() if (row >= 0).all() else None for row in routes]
             assert got == expected
@@ -147,7 +197,7 @@ def test_any_calls_against_a_search_by_token() -> None:
 
 def test_tasks_of_a_trajectory_share_it_and_others_do_not() -> None:
     async def turn(token: int) -> None:
-        passes.current.get().add([token], [], rows([token]))
+        passes.current.get().add([token], [0], rows([token]))
 
     async def trajectory(token: int) -> list[int]:
         passes.current.set(Trajectory())

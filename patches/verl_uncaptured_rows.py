@@ -1,0 +1,40 @@
+"""verl's way from padded to packed sequences keeps the -1 of tokens without a route."""
+
+import functools
+
+from replay_patch.patching import Patch, Transaction
+from replay_patch.probe import Probe
+from replay_patch.rebinding import Instead, with_globals
+
+_MODULE = "verl.workers.utils.padding"
+_NAME = "left_right_2_no_padding"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    code = getattr(probe.find(f"{_MODULE}:{_NAME}"), "__code__", None)
+    narrows = code is not None and "uint8" in code.co_names
+    return narrows, f"{_NAME} {'makes ids uint8' if narrows else 'leaves ids as they are'}"
+
+
+def _apply(transaction: Transaction) -> None:
+    import torch
+
+    original = Probe().find(f"{_MODULE}:{_NAME}")
+    signed = with_globals(original, {"torch": Instead(torch, uint8=torch.int16)})
+    transaction.set_everywhere(_NAME, original, functools.wraps(original, updated=())(signed))
+
+
+PATCH = Patch(
+    name="verl_uncaptured_rows",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "verl 0.7.1 and 0.8 make routes uint8 if no id is above 255: the -1 of a token without a "
+        "route (verl_rollout_routes) becomes 255, which is no expert, or, of 256, another one."
+    ),
+    how="The function is verl's own; in it `torch.uint8` means int16.",
+    upstream="none",
+    remove_when="verl 0.8 is no longer supported",
+    needed=_needed,
+    apply=_apply,
+)
