@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import trainers
+from helpers.bridge_results import BOTH, REPLAYED, WRAPPED
 
 MBRIDGE = {"mbridge": "0.15.1"}
 RUNS = ("0.12.1", "0.14.0", "0.16.1")
@@ -95,17 +96,6 @@ def ignored():
 
 answer(argument=lambda: bridges.error(lambda: qwen3_moe(**on)), attribute=ignored)
 """
-
-BOTH = [True, True]
-REPLAYED = {
-    "listed": BOTH,
-    "by position": BOTH,
-    "changed": BOTH,
-    "in sessions": BOTH,
-    "report": [20, 0],  # 10 real tokens, 2 layers
-    "wrapped in": ["GPTModel"],
-}
-WRAPPED = {"wrapped in": ["DistributedDataParallel", "Float16Module", "GPTModel"]}
 
 
 @functools.cache

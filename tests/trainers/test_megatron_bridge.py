@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import trainers
+from helpers.bridge_results import BOTH, REPLAYED, WRAPPED
 
 BRIDGE = {"megatron-bridge": "0.3.1"}
 RUNS = ("0.16.0", "0.16.1")
@@ -112,16 +113,6 @@ from helpers import bridges
 print(json.dumps(bridges.error(lambda: __import__("megatron.bridge"))))
 """
 
-BOTH = [True, True]
-REPLAYED = {
-    "listed": BOTH,
-    "by position": BOTH,
-    "changed": BOTH,
-    "in sessions": BOTH,
-    "report": [20, 0],  # 10 real tokens, 2 layers
-    "wrapped in": ["GPTModel"],
-}
-WRAPPED = {"wrapped in": ["DistributedDataParallel", "Float16Module", "GPTModel"]}
 ALL_REPLAYED = {
     "enable_routing_replay": REPLAYED,
     "moe_enable_routing_replay": REPLAYED,
