@@ -1,16 +1,17 @@
 """verl's rollout routes reach the batch for every agent loop, each at its own token."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from replay_patch.errors import RouteError
-from replay_patch.patching import Patch, Transaction
+from replay_patch.patching import Patch, Transaction, chain
 from replay_patch.probe import Probe
 
 _log = logging.getLogger(__name__)
 
 _MODULE = "verl.experimental.agent_loop.agent_loop"
+_RUN = "_run_agent_loop"
 _WORKERS = (f"{_MODULE}:AgentLoopWorkerBase", f"{_MODULE}:AgentLoopWorker")  # 0.7.0, later
 _CLIENTS = (f"{_MODULE}:AsyncLLMServerManager", "verl.workers.rollout.llm_server:LLMServerClient")
 
@@ -22,8 +23,18 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(_first(_WORKERS), "_run_agent_loop", _with_a_trajectory)
+    worker = _first(_WORKERS)
+    for owner in [worker, *_copied(worker, vars(worker)[_RUN])]:
+        transaction.wrap(owner, _RUN, _with_a_trajectory)
     transaction.wrap(_first(_CLIENTS), "generate", _noted)
+
+
+def _copied(cls: Any, original: Any) -> Iterator[Any]:
+    """Classes of actors that exist already: Ray copies all methods, also inherited ones."""
+    for sub in cls.__subclasses__():
+        if any(found is original for found in chain(vars(sub).get(_RUN))):
+            yield sub
+        yield from _copied(sub, original)
 
 
 def _first(places: tuple[str, ...]) -> Any:
@@ -136,7 +147,7 @@ def _own(name: str, rows: Any, tokens: list[int], sampled: list[int]) -> Any:
 PATCH = Patch(
     name="verl_rollout_routes",
     targets=(
-        *(f"{worker}._run_agent_loop" for worker in _WORKERS),
+        *(f"{worker}.{_RUN}" for worker in _WORKERS),
         *(f"{client}.generate" for client in _CLIENTS),
     ),
     modules=(_MODULE,),

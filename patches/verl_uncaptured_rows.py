@@ -20,7 +20,7 @@ def _apply(transaction: Transaction) -> None:
     import torch
 
     original = Probe().find(f"{_MODULE}:{_NAME}")
-    signed = with_globals(original, {"torch": Instead(torch, uint8=torch.int16)})
+    signed = with_globals(original, {"torch": Instead(torch, uint8=torch.int32)})
     transaction.set_everywhere(_NAME, original, functools.wraps(original, updated=())(signed))
 
 
@@ -32,7 +32,7 @@ PATCH = Patch(
         "verl 0.7.1 and 0.8 make routes uint8 if no id is above 255: the -1 of a token without a "
         "route (verl_rollout_routes) becomes 255, which is no expert, or, of 256, another one."
     ),
-    how="The function is verl's own; in it `torch.uint8` means int16.",
+    how="The function is verl's own; in it `torch.uint8` means int32, which NCCL can send.",
     upstream="none",
     remove_when="verl 0.8 is no longer supported",
     needed=_needed,

@@ -32,6 +32,7 @@ logging.disable(logging.WARNING)
 sleep = asyncio.sleep
 asyncio.sleep = lambda seconds: sleep(0)  # verl waits a second before it resumes
 
+import ray
 from ray import cloudpickle
 from verl.trainer import main_ppo
 from transformers import AutoTokenizer
@@ -89,6 +90,8 @@ class Own(getattr(agent_loop, "AgentLoopWorkerBase", agent_loop.AgentLoopWorker)
         await self._run_agent_loop({}, loop, agent_name="two outputs", trace=False, **batch)
         return self.seen
 
+own_actor = ray.remote(Own).__ray_metadata__.modified_class  # made before the plugin is there
+
 class TwoOutputs(agent_loop.AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         outputs = []
@@ -130,7 +133,8 @@ for name, cls in OF_USERS.items():
 
 def of_a_user():
     async def rollout():
-        return await worker(config(folder), engine, cls=Own).generate_sequences({"raw_prompt": []})
+        of = worker(config(folder), engine, cls=own_actor)
+        return await of.generate_sequences({"raw_prompt": []})
 
     engine = Engine(tokenizer, [[Answer("one"), Answer("two")]])
     try:
