@@ -15,12 +15,17 @@ from replay_patch.rebinding import Instead, with_globals
 
 _MODULE = "verl.workers.engine.megatron.transformer_impl"
 _PASS = f"{_MODULE}:MegatronEngine.forward_backward_batch"
+_SET = "verl.utils.megatron.router_replay_utils:set_router_replay_data"
 
 
 def _needed(probe: Probe) -> tuple[bool, str]:
     text = source(probe.find(_PASS))
     clears = "finally:" in text and "clear_global" in text
-    return not clears, f"forward_backward_batch has {'a' if clears else 'no'} finally that clears"
+    formats = "data_format" in probe.parameters(_SET)
+    return not (clears and formats), (
+        f"forward_backward_batch has {'a' if clears else 'no'} finally that clears, and routes "
+        f"{'are' if formats else 'are not'} laid out by data_format"
+    )
 
 
 def _apply(transaction: Transaction) -> None:
