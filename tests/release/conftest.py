@@ -18,8 +18,8 @@ from replay_patch.matrix.environments import NEWEST
 
 __all__ = ["pytest_report_header"]
 
-# The oldest release (ours is the seam), the first minor with a seam of its own, the newest.
-SEAMS = ("0.12.0", "0.16.1", NEWEST)
+# The oldest release (ours is the seam), and the newest (its own is).
+SEAMS = ("0.12.0", NEWEST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
