@@ -45,9 +45,13 @@ IN_DEPTH, OF_0_7_0 = "0.16.1", "0.14.0"
 not take the padding_mask."""
 
 
-@functools.cache
 def ask(verl: str, megatron: str, plugin: bool = True) -> Any:
     """The answers of `helpers.verl_questions`, from a process with these releases."""
+    return _asked(verl, megatron, plugin)
+
+
+@functools.cache  # by one form of the arguments: the two test files share cells
+def _asked(verl: str, megatron: str, plugin: bool) -> Any:
     questions = QUESTIONS if plugin else ("without_the_plugin",)
     if megatron == (IN_DEPTH if plugin or verl != "0.7.0" else OF_0_7_0):
         questions += () if plugin else ("r3", "r3_beside_another")
@@ -78,18 +82,22 @@ def started(cells: Sequence[tuple[Any, ...]]) -> Iterator[Callable[..., Any]]:
 
 
 def install() -> None:
-    """The CPU bed, Megatron's groups for one process, and verl ready to be imported."""
+    """The CPU bed, Megatron's groups for one process (of several ranks verl makes them), and verl
+    ready to be imported."""
     from replay_patch.matrix import cpu, tiny
 
     os.environ |= {"LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     cpu.install()
     import megatron.core  # noqa: F401
+    import torch
 
     cpu.patch_megatron()
-    tiny.init()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        tiny.init()
+    else:
+        torch.distributed.init_process_group("gloo")
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.setdefault(name, {"WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.get(name, "0"))
-    import torch
 
     for module in (torch.cpu, torch.cuda):
         for name in ("memory_allocated", "memory_reserved"):
@@ -196,7 +204,7 @@ def model_folder(**over: Any) -> str:
 
 def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -> Any:
     """verl's TrainingWorker with its Megatron engine; `over`: of the model's config, or what
-    `override` says of Megatron's."""
+    `override` says of Megatron's, or `parallel` of its sizes."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers import engine_workers
     from verl.workers.config import (
@@ -219,6 +227,7 @@ def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
     } | over.pop("override", {})
+    parallel = over.pop("parallel", {})
     model = HFModelConfig(
         path=model_folder(**over),
         load_tokenizer=False,
@@ -234,6 +243,7 @@ def worker(mode: str = "disabled", *, forward_only: bool = False, **over: Any) -
         use_distributed_optimizer=False,
         override_transformer_config=override,
         **replay,
+        **parallel,
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
@@ -294,6 +304,16 @@ def real_rows(padded: Any) -> list[Any]:
     return [rows[before - p : before + r] for rows, (p, r) in zip(padded, both, strict=True)]
 
 
+def _of_any_rank(found: Any) -> Any:
+    """What one rank returns, as the driver hands it to all."""
+    import torch.distributed as dist
+
+    every = [found] * dist.get_world_size()
+    if len(every) > 1:
+        dist.all_gather_object(every, found)
+    return next((one for one in every if one is not None), None)
+
+
 class Engine:
     """verl's engine in its worker (0.7.1 on), with the passes of RayPPOTrainer."""
 
@@ -308,7 +328,7 @@ class Engine:
 
         options = {"calculate_entropy": True, "compute_loss": False}
         output = self.worker.infer_batch(self._batch(data, replay, options))
-        recorded = tu.get(output, "routed_experts")
+        recorded = _of_any_rank(None if output is None else tu.get(output, "routed_experts"))
         if recorded is None:
             return data
         return data.union(
@@ -422,14 +442,20 @@ def watched(made: Any) -> Iterator[Callable[[], list[Any]]]:
     places: list[Any] = []
 
     def enter(module: Any, args: Any, kwargs: Any) -> None:
-        tokens = kwargs["input_ids"].flatten().tolist()
-        ends = kwargs["packed_seq_params"].cu_seqlens_q_padded.tolist()
-        places[:] = [(tokens[a:b], a, b) for a, b in itertools.pairwise(ends)]
+        ids, ends = kwargs["input_ids"], kwargs["packed_seq_params"].cu_seqlens_q_padded.tolist()
+        begins = [a for a, _ in itertools.pairwise(ends)]
+        if ids.is_nested:  # after the first stage
+            places[:] = zip([part.tolist() for part in ids.unbind()], begins, strict=True)
+        else:
+            tokens = ids.flatten().tolist()
+            places[:] = [(tokens[a:b], a) for a, b in itertools.pairwise(ends)]
 
     def leave(router: Any, args: Any, output: Any) -> None:
-        for tokens, start, end in places:
-            owner = owners.index(tokens)
-            maps[owner][router.layer_number - 1].append(output[1][start:end].detach().clone())
+        whole = _of_all_rows(output[1].detach(), router.config)
+        for tokens, start in places:  # with padding behind, if there are several ranks
+            [owner] = [i for i, own in enumerate(owners) if tokens[: len(own)] == own]
+            rows = whole[start : start + len(owners[owner])]
+            maps[owner][router.layer_number - 1].append(rows.clone())
 
     handles = [model.register_forward_pre_hook(enter, with_kwargs=True)]
     routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
@@ -439,6 +465,17 @@ def watched(made: Any) -> Iterator[Callable[[], list[Any]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _of_all_rows(found: Any, config: Any) -> Any:
+    """The rows of all ranks, where sequence parallelism has cut them."""
+    import torch
+
+    if not config.sequence_parallel:
+        return found
+    every = [torch.empty_like(found, dtype=torch.uint8) for _ in range(2)]
+    torch.distributed.all_gather(every, found.to(torch.uint8))
+    return torch.cat(every).bool()
 
 
 def perturb(made: Any, seed: int = 3) -> None:

@@ -25,6 +25,12 @@ def answer(*questions: str) -> None:
     print(json.dumps({name: _asked(globals()[name]) for name in questions}))
 
 
+def answer_of_rank(**parallel: int) -> None:
+    """Print this rank's answer to `ranks`."""
+    verl_engine.install()
+    print(json.dumps(ranks(**parallel)))
+
+
 def _asked(question: Callable[..., Any], *args: Any) -> Any:
     from replay_patch.matrix import tiny
 
@@ -363,6 +369,41 @@ def r3_beside_another() -> Any:
         native = _native(one)
         maps = _watch(one, lambda one=one: one.log_probs(batch(routes)))
         found[name] = _is_r3(maps, routes, held, native)
+    return found
+
+
+def ranks(**parallel: int) -> Any:
+    """R3 and R2 on two ranks, each with its own rows (sequence parallelism) or layers."""
+    import torch
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    found: dict[str, Any] = {}
+    made = Engine("R3", parallel=parallel)
+    model_parallel_cuda_manual_seed(7)
+    routes, held = _captured()
+    native, data = _native(made), batch(routes)
+    passes = {
+        "log probs": lambda: made.log_probs(data),
+        "update": lambda: made.update(data, mini_batch_size=4),
+    }
+    for name, run in passes.items():
+        found[name] = _is_r3(_watch(made, run), routes, held, native)
+    made = Engine("R2", parallel=parallel)
+    after: list[Any] = []
+    recorded = _watch(made, lambda: after.append(made.log_probs(batch())))
+    perturb(made)
+    native = _native(made)
+    used = _watch(made, lambda: made.update(after[0], mini_batch_size=4))
+    layers = [layer for layer in range(LAYERS) if recorded[0][layer]]
+    found["layers"] = layers
+    found["the update uses what was recorded"] = _all(
+        used, lambda row, layer: recorded[row][layer][0]
+    )
+    found["without replay it would differ"] = all(
+        not torch.equal(native[row][layer][0], recorded[row][layer][0])
+        for row in range(len(recorded))
+        for layer in layers
+    )
     return found
 
 
