@@ -50,7 +50,7 @@ def _with_a_trajectory(original: Callable[..., Any]) -> Callable[..., Any]:
     async def _run_agent_loop(
         self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any
     ) -> Any:
-        if not self.config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False):
+        if not _replays(self):
             return await original(self, sampling_params, trajectory, **kwargs)
         if "_agent_loop_postprocess" not in vars(self):  # of the class it is, a user's too
             self._agent_loop_postprocess = _routed(self._agent_loop_postprocess)
@@ -62,6 +62,13 @@ def _with_a_trajectory(original: Callable[..., Any]) -> Callable[..., Any]:
             passes.current.reset(before)
 
     return _run_agent_loop
+
+
+def _replays(worker: Any) -> bool:
+    rollout = getattr(worker, "rollout_config", None)
+    if rollout is None:  # 0.7.0; later a config may have its rollout at another place
+        rollout = worker.config.actor_rollout_ref.rollout
+    return bool(getattr(rollout, "enable_rollout_routing_replay", False))
 
 
 def _name(trajectory: Any, kwargs: Any) -> str:

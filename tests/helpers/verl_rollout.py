@@ -135,10 +135,14 @@ def model(folder: Path) -> Path:
 
 
 @functools.cache
-def config(folder: Path, replay: bool = True) -> Any:
-    """verl's own default configuration, with R3's rollout option."""
+def config(folder: Path, replay: bool = True, flat: bool = False) -> Any:
+    """verl's own default configuration, with R3's rollout option.
+
+    `flat`: the rollout's part without `actor_rollout_ref` above it, which 0.7.1 takes too.
+    """
     import verl
     from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
 
     rollout = {
         "name": "vllm",
@@ -155,6 +159,9 @@ def config(folder: Path, replay: bool = True) -> Any:
         made = compose("ppo_trainer", overrides=overrides)
     if "use_reward_loop" in made.get("reward_model", {}):  # 0.7.0: an actor
         made.reward_model.use_reward_loop = False
+    if flat:
+        parts = OmegaConf.to_container(made, resolve=True)
+        made = OmegaConf.create({**parts, **parts.pop("actor_rollout_ref")})
     return made
 
 

@@ -67,9 +67,9 @@ RESUMED = {
     "resumed after filling": [[PART("abc", "all"), PART("", "empty"), Answer("defg")]],
 }
 
-def run(agent, answers, *, replay=True, validate=False, **options):
+def run(agent, answers, *, replay=True, flat=False, validate=False, **options):
     async def rollout():
-        of = worker(config(folder, replay), engine, **options)
+        of = worker(config(folder, replay, flat), engine, **options)
         return await of.generate_sequences(batch(len(answers), agent, validate))
 
     engine = Engine(tokenizer, answers)
@@ -209,6 +209,10 @@ def everything():
     others = [[Answer("one", "none")], [Answer("two")], [Answer("three", "new")]]
     out["validation"] = run(ONE, others, validate=True)
     out["a user's worker"] = of_a_user()
+    if hasattr(agent_loop, "_get_rollout_and_model_config"):  # 0.7.1
+        for replay in (False, True):
+            out[f"config without actor_rollout_ref, {replay}"] = run(
+                ONE, [[Answer("one")]], replay=replay, flat=True)
     out["limits"] = limits()
     out["environment"] = environment()
     out["unpadded"] = unpadded()
@@ -382,6 +386,15 @@ def test_rows_that_are_not_of_all_tokens_are_refused(answers: Any) -> None:
 def test_nothing_is_asked_of_a_rollout_without_replay_or_of_validation(answers: Any) -> None:
     assert answers["with"]["replay off"] == "absent"
     assert answers["with"]["validation"] == "absent"
+
+
+def test_a_configuration_without_actor_rollout_ref_is_right_too() -> None:
+    """0.7.1 takes one, with replay or without."""
+    without, found = (ask("0.7.1")[way] for way in ("without", "with"))
+    off, on = (f"config without actor_rollout_ref, {replay}" for replay in (False, True))
+
+    assert found[off] == without[off] == [[24, 23, 0, 23]]
+    assert found[on] == [[24, 23, 1, 23]]
 
 
 def test_outputs_of_a_users_worker_and_loop_have_a_row_for_each_token(answers: Any) -> None:
