@@ -1,6 +1,6 @@
 """Replay with `moe_router_fusion` on the releases that have native replay (0.16 on)."""
 
-import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +18,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = Probe().find(f"{_ROUTER}:{_NAME}")
-    transaction.set_everywhere(_NAME, original, _honouring(original))
+    transaction.wrap_everywhere(sys.modules[_ROUTER], _NAME, _honouring)
 
 
 def _honouring(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,7 +28,6 @@ def _honouring(original: Callable[..., Any]) -> Callable[..., Any]:
     warn = opaque(selection.warn_unfused)
     refuse = opaque(selection.refuse_precomputed)
 
-    @functools.wraps(original, updated=())
     def topk_routing(*args: Any, **kwargs: Any) -> Any:
         replay = kwargs.get("router_replay")
         if replay is not None and replay.router_replay_action is not None:

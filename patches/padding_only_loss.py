@@ -1,6 +1,6 @@
 """The auxiliary loss of a microbatch that is padding only is zero, and not NaN (0.16 ... 0.19)."""
 
-import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,14 +39,12 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = Probe().find(f"{_ROUTER}:{_NAME}")
-    transaction.set_everywhere(_NAME, original, _counting(original))
+    transaction.wrap_everywhere(sys.modules[_ROUTER], _NAME, _counting)
 
 
 def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    @functools.wraps(original, updated=())
     def count(*args: Any, **kwargs: Any) -> Any:
         tokens, local, total = original(*args, **kwargs)
         if isinstance(total, torch.Tensor):

@@ -1,7 +1,8 @@
 """SkyRL hands our variables on to its Ray workers."""
 
-import functools
 import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patching import Patch, Transaction
@@ -21,13 +22,14 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = Probe().find(f"{_MODULE}:{_NAME}")
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _with_ours)
 
-    @functools.wraps(original, updated=())
+
+def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_runtime_environment(*args: Any, **kwargs: Any) -> dict[str, str]:
         return {**variables(), **original(*args, **kwargs)}
 
-    transaction.set_everywhere(_NAME, original, prepare_runtime_environment)
+    return prepare_runtime_environment
 
 
 PATCH = Patch(

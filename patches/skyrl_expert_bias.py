@@ -1,7 +1,7 @@
 """SkyRL's correction of the expert bias asks first whether there is anything to correct."""
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches import expert_bias_mask
@@ -19,15 +19,16 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = getattr(sys.modules[_MODULE], _NAME)
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _unless_right)
 
-    @functools.wraps(original, updated=())
+
+def _unless_right(original: Callable[..., Any]) -> Callable[..., Any]:
     def unless_right(*args: Any, **kwargs: Any) -> None:
         ours = module_of(Probe().find(_ROUTER)) == expert_bias_mask.__name__
         if not ours and expert_bias_mask.PATCH.needed(Probe())[0]:
             original(*args, **kwargs)
 
-    transaction.set_everywhere(_NAME, original, unless_right)
+    return unless_right
 
 
 PATCH = Patch(

@@ -1,7 +1,7 @@
 """SkyRL says early which samples came back without routes."""
 
-import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +20,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = Probe().find(f"{_MODULE}:{_NAME}")
-    made = functools.wraps(original, updated=())(_checking(original))
-    transaction.set_everywhere(_NAME, original, made)
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _checking)
 
 
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:

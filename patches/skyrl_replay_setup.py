@@ -1,6 +1,5 @@
 """SkyRL's routes of a microbatch come to the routers and rows that its tokens go through."""
 
-import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -51,10 +50,9 @@ def _by_position() -> bool:
 
 
 def _apply(transaction: Transaction) -> None:
-    replacements: tuple[Any, ...] = (_forward, _backward)
-    for name, ours in zip(_NAMES, replacements, strict=True):
-        original = Probe().find(f"{_MODULE}:{name}")
-        transaction.set_everywhere(name, original, functools.wraps(original, updated=())(ours))
+    module = sys.modules[_MODULE]
+    transaction.wrap_everywhere(module, _NAMES[0], lambda _: _forward)
+    transaction.wrap_everywhere(module, _NAMES[1], lambda _: _backward)
 
 
 # --- what SkyRL calls ---------------------------------------------------------------------------

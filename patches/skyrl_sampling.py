@@ -1,7 +1,7 @@
 """SkyRL's dynamic sampling: routes go where their sample goes."""
 
-import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +28,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 def _apply(transaction: Transaction) -> None:
     for name, make in zip(_NAMES, (_filtering, _replacing), strict=True):
-        original = Probe().find(f"{_MODULE}:{name}")
-        made = functools.wraps(original, updated=())(make(original))
-        transaction.set_everywhere(name, original, made)
+        transaction.wrap_everywhere(sys.modules[_MODULE], name, make)
 
 
 def _filtering(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """verl hands our variables on to its Ray workers."""
 
-import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patching import Patch, Transaction
@@ -18,14 +19,15 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = Probe().find(f"{_MODULE}:{_NAME}")
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _with_ours)
 
-    @functools.wraps(original, updated=())
+
+def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_ppo_ray_runtime_env(*args: Any, **kwargs: Any) -> dict[str, Any]:
         made: dict[str, Any] = original(*args, **kwargs)
         return {**made, "env_vars": {**variables(), **made.get("env_vars", {})}}
 
-    transaction.set_everywhere(_NAME, original, get_ppo_ray_runtime_env)
+    return get_ppo_ray_runtime_env
 
 
 PATCH = Patch(

@@ -1,6 +1,6 @@
 """Settings of verl with which R2 cannot work are refused before anything is started."""
 
-import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +18,10 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = Probe().find(f"{_MODULE}:{_NAME}")
-    transaction.set_everywhere(_NAME, original, _validated(original))
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _validated)
 
 
 def _validated(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original, updated=())
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
         if "R2" in _modes(config.actor_rollout_ref.actor):
             correction = config.algorithm.get("rollout_correction") or {}

@@ -1,6 +1,8 @@
 """verl's way from padded to packed sequences keeps the -1 of tokens without a route."""
 
-import functools
+import sys
+from collections.abc import Callable
+from typing import Any
 
 from replay_patch.patching import Patch, Transaction
 from replay_patch.probe import Probe
@@ -17,11 +19,13 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _signed)
+
+
+def _signed(original: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    original = Probe().find(f"{_MODULE}:{_NAME}")
-    signed = with_globals(original, {"torch": Instead(torch, uint8=torch.int32)})
-    transaction.set_everywhere(_NAME, original, functools.wraps(original, updated=())(signed))
+    return with_globals(original, {"torch": Instead(torch, uint8=torch.int32)})
 
 
 PATCH = Patch(

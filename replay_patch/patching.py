@@ -156,6 +156,13 @@ class Transaction:
         made: Any = functools.wraps(function, updated=())(make(function))
         self.set(cls, name, staticmethod(made) if isinstance(original, staticmethod) else made)
 
+    def wrap_everywhere(
+        self, module: Any, name: str, make: Callable[[Any], Callable[..., Any]]
+    ) -> None:
+        """`wrap` for a function of a module, wherever importers have bound it by value."""
+        original = vars(module)[name]
+        self.set_everywhere(name, original, functools.wraps(original, updated=())(make(original)))
+
     def innermost(self, cls: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
         """Replace a method, underneath all wrappers of other code that can be followed.
 
