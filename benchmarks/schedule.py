@@ -16,8 +16,8 @@ from typing import Any
 import timing
 
 import replay_patch
-from replay_patch import running
 from replay_patch.matrix import tiny
+from replay_patch.replay import router_call
 
 LAYERS, EXPERTS, TOPK, LENGTHS, MICROBATCHES = 48, 8, 2, (16, 16), 2
 CALLS = 20_000
@@ -148,7 +148,7 @@ def _forwards(router: Any, original: Any, entry: Any) -> float:
     start = time.perf_counter()
     for _ in range(CALLS):
         entry.seen.clear()
-        running.run(router, original, (), {})
+        router_call.run(router, original, (), {})
     return time.perf_counter() - start
 
 
@@ -167,7 +167,7 @@ def _recomputes(router: Any, original: Any) -> float:
             with torch.enable_grad():
                 start = time.perf_counter()
                 for _ in range(CALLS):
-                    running.run(router, original, (), {})
+                    router_call.run(router, original, (), {})
                 taken.append(time.perf_counter() - start)
             return grad
 

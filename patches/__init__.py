@@ -3,7 +3,8 @@
 The order is the order of application. `docs/patches.md` is generated from these.
 """
 
-from replay_patch.patches import (
+from replay_patch.patches.ascend import rebuilt_config, repatch
+from replay_patch.patches.megatron import (
     aux_loss_methods,
     block_recompute_mask,
     config_fields,
@@ -16,12 +17,12 @@ from replay_patch.patches import (
     padding_mask,
     padding_mask_shape,
     padding_only_loss,
-    rebuilt_config,
-    repatch,
     router_guard,
     router_objects,
     router_replay_module,
     router_topk,
+)
+from replay_patch.patches.skyrl import (
     skyrl_environment,
     skyrl_expert_bias,
     skyrl_lost_routes,
@@ -29,6 +30,8 @@ from replay_patch.patches import (
     skyrl_replay_schedule,
     skyrl_replay_setup,
     skyrl_sampling,
+)
+from replay_patch.patches.verl import (
     verl_actor_pass,
     verl_engine_pass,
     verl_environment,

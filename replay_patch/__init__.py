@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from replay_patch.activation import Status, activate, deactivate, status
     from replay_patch.errors import (
         LayoutError,
         PatchNotActive,
@@ -17,29 +16,30 @@ if TYPE_CHECKING:
         SettingsError,
         WireError,
     )
-    from replay_patch.routers import local_layers
+    from replay_patch.megatron.routers import local_layers
+    from replay_patch.patching.activation import Status, activate, deactivate, status
     from replay_patch.routes import RouteBatch, Routes, TokenLayout
-    from replay_patch.schedule import recording, replaying
+    from replay_patch.sessions.schedule import recording, replaying
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Status": "activation",
-    "activate": "activation",
-    "deactivate": "activation",
-    "status": "activation",
+    "Status": "patching.activation",
+    "activate": "patching.activation",
+    "deactivate": "patching.activation",
+    "status": "patching.activation",
     "LayoutError": "errors",
     "PatchNotActive": "errors",
     "ReplayPatchError": "errors",
     "RouteError": "errors",
     "SettingsError": "errors",
     "WireError": "errors",
-    "local_layers": "routers",
+    "local_layers": "megatron.routers",
     "RouteBatch": "routes",
     "Routes": "routes",
     "TokenLayout": "routes",
-    "recording": "schedule",
-    "replaying": "schedule",
+    "recording": "sessions.schedule",
+    "replaying": "sessions.schedule",
 }
 
 __all__ = [

@@ -23,7 +23,7 @@ def load(trigger: str = "torch.backends") -> None:
     if os.environ.get("REPLAY_PATCH", "").strip().lower() in OFF:
         return
     try:
-        from replay_patch import activation
+        from replay_patch.patching import activation
 
         activation.autoload(trigger)
     except Exception:  # noqa: BLE001 - see the module docstring

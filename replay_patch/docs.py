@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from replay_patch import __version__
-from replay_patch.ascend import REFUSED
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import TESTED_RELEASES
+from replay_patch.megatron.ascend import REFUSED
 from replay_patch.patches import PATCHES
 
 ROOT = Path(__file__).absolute().parents[1]

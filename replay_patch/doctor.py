@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from replay_patch import __version__, activation
-from replay_patch.matrix import drift
+from replay_patch import __version__
+from replay_patch.drift import comparison
 from replay_patch.patches import MEGATRON_MODULES, PATCHES
+from replay_patch.patching import activation
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MEANING = {
@@ -42,7 +43,7 @@ def examine() -> dict[str, Any]:
     versions = {name: _version(name) for name in _PACKAGES}
     moved: dict[str, Any] = {"drift": [], "problem": None}
     if status.enabled and versions["megatron.core"] is not None:
-        moved = drift.examine()
+        moved = comparison.examine()
     return {
         "enabled": status.enabled,
         "active": status.active and not problems,
@@ -99,7 +100,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"{'on' if settings['strict'] else 'off'}; log {settings['log'] or 'not set'}",
     ]
     if report["drift"]:
-        lines += ["", drift.describe(report["drift"])]
+        lines += ["", comparison.describe(report["drift"])]
         lines += ["The states above decide; run `replay-patch matrix` before you rely on it."]
     if report["drift_problem"]:
         lines += ["", f"Not compared with the tested releases: {report['drift_problem']}"]

@@ -31,7 +31,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.matrix import no_triton
+from replay_patch.megatron import no_triton
 
 __all__ = ["install", "install_once", "installed", "patch_megatron"]
 

@@ -14,7 +14,7 @@ import sys
 import typing
 from typing import Any
 
-from replay_patch.matrix import no_triton
+from replay_patch.megatron import no_triton
 
 __all__ = ["adapt", "mindspeed_args", "repatch"]
 

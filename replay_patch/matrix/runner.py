@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from replay_patch.matrix import drift
+from replay_patch.drift import comparison
 from replay_patch.matrix.planning import Environment, Say, is_installed
-from replay_patch.matrix.processes import environ
 from replay_patch.matrix.registry import Check
+from replay_patch.processes import environ
 
 __all__ = ["Cell", "Matrix", "run"]
 
@@ -180,10 +180,10 @@ class _Run:
         if self.env.is_tested:
             return
         path = [] if self.env.path is None else [self.env.path]
-        seen = drift.examine(path, cpu=True, timeout=_IMPORT_SECONDS)
+        seen = comparison.examine(path, cpu=True, timeout=_IMPORT_SECONDS)
         self.drift = [{"megatron": str(self.env), **item} for item in seen["drift"]]
         if self.drift:
-            self._say(f"{self.env}: {drift.describe(seen['drift'])}")
+            self._say(f"{self.env}: {comparison.describe(seen['drift'])}")
 
     def _listen(self) -> None:
         """Start the process and take its lines as they come."""

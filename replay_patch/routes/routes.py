@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import checking, engines, merging, wire
+from replay_patch.routes import checking, merging
 from replay_patch.routes.axis import axis_numbers
 from replay_patch.routes.checking import CAUSES, Parts
-from replay_patch.routes.responses import Form
+from replay_patch.routes.engines import reading
+from replay_patch.routes.engines.responses import Form
+from replay_patch.routes.wire import forms
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -201,7 +203,7 @@ class Routes(Parts):
         Raises:
             WireError: more tokens or layers than a message may have.
         """
-        return wire.to_dict(self)
+        return forms.to_dict(self)
 
     @classmethod
     def from_wire(cls, message: Any) -> "Routes":
@@ -210,7 +212,7 @@ class Routes(Parts):
         Raises:
             WireError: anything else.
         """
-        return cls._of(wire.from_dict(message))
+        return cls._of(forms.from_dict(message))
 
     def to_bytes(self) -> bytes:
         """A fixed header and the compact arrays; see `wire`.
@@ -218,7 +220,7 @@ class Routes(Parts):
         Raises:
             WireError: as `to_wire`.
         """
-        return wire.to_bytes(self)
+        return forms.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, message: Any) -> "Routes":
@@ -227,7 +229,7 @@ class Routes(Parts):
         Raises:
             WireError: anything else.
         """
-        return cls._of(wire.from_bytes(message))
+        return cls._of(forms.from_bytes(message))
 
     @classmethod
     def from_engine(
@@ -277,7 +279,7 @@ class Routes(Parts):
             RouteError: it cannot be understood without guessing, or is invalid.
         """
         form = Form(topk, num_layers, layers, start, missing, dtype, choice, max_run)
-        made = engines.read(payload, engine, num_experts, num_tokens, on_invalid, form, name)
+        made = reading.read(payload, engine, num_experts, num_tokens, on_invalid, form, name)
         return cls._of(made)
 
     @classmethod

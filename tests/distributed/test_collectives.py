@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from replay_patch import gather, padding
 from replay_patch.matrix import tiny
 from replay_patch.matrix.ranks import launch
+from replay_patch.replay import padding_rows
+from replay_patch.sessions import gather
 
 # Of HCCL's dtypes on all Atlas products (HcclAllGather and HcclAllReduce in CANN 8.5's HCCL API
 # reference, hiascend.com) those that ProcessGroupNCCL has. No bool in either; int64 is reduced
@@ -43,7 +44,7 @@ def sending_rank(rank: int, world: int, init_file: str) -> tuple[set[tuple[str, 
         ids, rows = torch.tensor([[rank, 5]], dtype=dtype), torch.tensor([rank])
         found = gather.routes(gather.Recorded([((2,), rows)], {3: [ids]}, experts, 2, cpu))
         assert found[0].expert_ids.tolist() == [[[0, 5]], [[1, 5]]]
-    rows = padding.Rows(torch.arange(4) > rank, cpu)
+    rows = padding_rows.Rows(torch.arange(4) > rank, cpu)
     total = rows.total(parallel_state.get_tensor_model_parallel_group())
     assert rows.scale(total, world).equal(rows.scale(total.long(), world))
     return sent, int(total)

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import replay_patch
 from replay_patch import LayoutError, local_layers
 from replay_patch.matrix import tiny
-from replay_patch.placement import moe_layers
-from replay_patch.routers import decoder_routers, routers
+from replay_patch.megatron.layer_placement import moe_layers
+from replay_patch.megatron.routers import decoder_routers, routers
 
 Stage = tuple[int, int | None]
 

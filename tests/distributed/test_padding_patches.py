@@ -8,7 +8,7 @@ import replay_patch
 from replay_patch.matrix import cells
 from replay_patch.matrix.checks import CHECKS, padding
 from replay_patch.matrix.ranks import launch
-from replay_patch.patching import ACTIVE
+from replay_patch.patching.patch import ACTIVE
 
 PATCHES = (
     "padding_mask",

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replay_patch import RouteError, recording, replaying
-from replay_patch import autograd as tracking
-from replay_patch.bound import SessionReplay
 from replay_patch.matrix import tiny
 from replay_patch.matrix.environments import NEWEST
 from replay_patch.matrix.ranks import launch
-from replay_patch.microbatch import Microbatch
+from replay_patch.replay import recompute as tracking
+from replay_patch.sessions.microbatch import Microbatch
+from replay_patch.sessions.session_replay import SessionReplay
 
 
 def left_behind() -> list[Any]:

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from replay_patch import RouteError, recording, replaying
-from replay_patch import autograd as tracking
+from replay_patch.replay import recompute as tracking
 
 # --- wrapped models and their outputs -----------------------------------------------------------
 

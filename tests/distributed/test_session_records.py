@@ -15,9 +15,10 @@ from helpers.sessions import Batch, E, K
 from megatron.core import parallel_state
 from torch import Tensor
 
-from replay_patch import RouteError, Routes, TokenLayout, gather, recording, replaying
+from replay_patch import RouteError, Routes, TokenLayout, recording, replaying
 from replay_patch.matrix import tiny
 from replay_patch.matrix.ranks import launch
+from replay_patch.sessions import gather
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}

@@ -8,7 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from replay_patch.matrix import cpu, no_triton
+from replay_patch.matrix import cpu
+from replay_patch.megatron import no_triton
 
 cpu.install()
 no_triton.provide("megatron.core.inference.contexts.attention_context.triton")

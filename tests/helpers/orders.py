@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from replay_patch.matrix import no_triton
+from replay_patch.megatron import no_triton
 from replay_patch.patches import PATCHES
 
 CONFIG = "megatron.core.transformer.transformer_config"

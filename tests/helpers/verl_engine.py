@@ -155,7 +155,7 @@ def _bridge() -> None:
     from mbridge.core import bridge, llm_bridge, util
 
     from replay_patch.matrix.attention import with_torch_attention
-    from replay_patch.rebinding import Instead
+    from replay_patch.patching.rebinding import Instead
 
     make = llm_bridge.get_gpt_decoder_block_spec
 

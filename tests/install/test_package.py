@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected() -> set[str]:
-    files = {f"replay_patch/patches/{p.name}" for p in (ROOT / "patches").glob("*.py")}
+    files = {f"replay_patch/{p.relative_to(ROOT)}" for p in (ROOT / "patches").rglob("*.py")}
     for path in (ROOT / "replay_patch").rglob("*"):
         if path.suffix in (".py", ".json") or path.name == "py.typed":
             files.add(str(path.relative_to(ROOT)))

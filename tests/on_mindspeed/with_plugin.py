@@ -207,8 +207,8 @@ def import_by_value() -> Callable[[], bool]:
 
 def full_arguments(name: str) -> dict[str, Any]:
     """Replay among MindSpeed's own arguments, as each value; and with the config saying False."""
-    from replay_patch.config import replay_enabled
     from replay_patch.matrix import npu
+    from replay_patch.megatron.config import replay_enabled
 
     out: dict[str, Any] = {}
     for value in (True, False, "true", "false"):

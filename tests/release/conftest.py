@@ -12,7 +12,7 @@ import torch
 from helpers.bed import megatron, pytest_report_header
 
 import replay_patch
-from replay_patch import targets
+from replay_patch import refusals
 from replay_patch.matrix import tiny
 from replay_patch.matrix.environments import NEWEST
 
@@ -61,7 +61,7 @@ def warnings(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], list[str]]:
     """Our warnings so far, as if no other test had drawn one."""
-    monkeypatch.setattr(targets, "_warned", set())
+    monkeypatch.setattr(refusals, "_warned", set())
     caplog.set_level(logging.WARNING, "replay_patch")
     return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("replay_patch")]
 

@@ -29,7 +29,7 @@ def test_import_torch_imports_no_megatron() -> None:
 
 @pytest.mark.parametrize("first", ["import torch\n", ROUTER], ids=["torch", "megatron"])
 def test_torch_or_megatron_first(first: str) -> None:
-    triton = "from replay_patch.matrix import no_triton; no_triton.provide()\n"
+    triton = "from replay_patch.megatron import no_triton; no_triton.provide()\n"
 
     active, trigger, states = fresh.run(triton + first + ROUTER + REPORT, REPLAY_PATCH="1")
 

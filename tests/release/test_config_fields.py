@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from standins.mindspeed.core.megatron_basic import arguments_basic
 
 import replay_patch
-from replay_patch.config import replay_enabled, router_fusion
 from replay_patch.matrix import tiny
+from replay_patch.megatron.config import replay_enabled, router_fusion
 
 NAMES = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}

@@ -11,8 +11,8 @@ import megatron.core
 import pytest
 from helpers import fresh
 
-from replay_patch.demo import MEASURES, format_demo, run_demo
-from replay_patch.demo_rollout import SIZES
+from replay_patch.demo.rollout import SIZES
+from replay_patch.demo.run import MEASURES, format_demo, run_demo
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.environments import NEWEST
 
@@ -23,8 +23,8 @@ MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 JOB = """
 import json
-from replay_patch.demo_job import run
-from replay_patch.demo_rollout import Sizes
+from replay_patch.demo.job import run
+from replay_patch.demo.rollout import Sizes
 from replay_patch.errors import ReplayPatchError
 
 sizes = Sizes(
@@ -74,7 +74,7 @@ def test_a_seed_gives_the_same_numbers_again(results: list[dict[str, Any]]) -> N
 
 def test_replay_that_does_not_hold_is_an_error() -> None:
     tampered = """
-from replay_patch import router_replay
+from replay_patch.replay import router_replay
 
 def choose(replay, scores, topk, num_groups, group_topk, native, original=router_replay.choose):
     original(replay, scores, topk, num_groups, group_topk, native)  # keeps all its books

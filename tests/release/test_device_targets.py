@@ -13,8 +13,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import replay_patch
-from replay_patch import activation, targets
 from replay_patch.matrix import tiny
+from replay_patch.patching import activation
+from replay_patch.replay import target_ids
 
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal"}
 
@@ -43,7 +44,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         moe_aux_loss_coeff=0.0,
     )
     built = tiny.router(config)
-    monkeypatch.setattr(targets, "on_host", lambda tensor: False)
+    monkeypatch.setattr(target_ids, "on_host", lambda tensor: False)
     return built
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mechanism
 # As a job on a GPU would find it: the doctor itself needs no CPU bed, but triton may be missing.
 DOCTOR = """
 import sys
-from replay_patch.matrix import no_triton
+from replay_patch.megatron import no_triton
 no_triton.provide()
 from replay_patch import cli
 sys.exit(cli.main(["doctor", *sys.argv[1:]]))

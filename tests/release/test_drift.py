@@ -11,7 +11,7 @@ import megatron.core
 import pytest
 from helpers import fresh
 
-from replay_patch.matrix import drift
+from replay_patch.drift import comparison
 
 MOE = "megatron.core.transformer.moe"
 ROUTER, UTILS = f"{MOE}.router", f"{MOE}.moe_utils"
@@ -67,7 +67,7 @@ def doctor(edited: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_nothing_drifts_on_a_tested_release(megatron_version: str) -> None:
-    found = drift.examine(cpu=True)
+    found = comparison.examine(cpu=True)
 
     assert found == {"megatron": f"megatron-core {megatron_version}", "drift": [], "problem": None}
 
@@ -117,5 +117,5 @@ def test_nothing_else_is_told(doctor: Report) -> None:
 
 @pytest.mark.mechanism
 def test_the_doctor_tells_it_and_does_not_call_it_a_problem(doctor: Report) -> None:
-    assert drift.describe(doctor.data["drift"]) in doctor.text
+    assert comparison.describe(doctor.data["drift"]) in doctor.text
     assert not [p for p in doctor.data["problems"] if "differs" in p]

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from replay_patch import LayoutError, local_layers
 from replay_patch.matrix import tiny
-from replay_patch.routers import decoder_routers, routers
+from replay_patch.megatron.routers import decoder_routers, routers
 
 
 def gpt(**fields: Any) -> Any:

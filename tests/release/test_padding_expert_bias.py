@@ -11,8 +11,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 import replay_patch
-from replay_patch.patches import expert_bias_mask
-from replay_patch.patching import ACTIVE, FAILED, NOT_NEEDED, Ledger
+from replay_patch.patches.megatron import expert_bias_mask
+from replay_patch.patching.ledger import Ledger
+from replay_patch.patching.patch import ACTIVE, FAILED, NOT_NEEDED
 from replay_patch.settings import Settings
 
 HAS_IT = hasattr(TopKRouter, "_apply_expert_bias")

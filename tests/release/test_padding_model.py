@@ -34,8 +34,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router import TopKRouter
 
-from replay_patch import LayoutError, RouteError, carried
+from replay_patch import LayoutError, RouteError
 from replay_patch.matrix import tiny
+from replay_patch.replay import mask_tracker
 
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 OURS = pytest.mark.skipif(TAKES_MASK, reason="Megatron carries the mask itself")
@@ -296,7 +297,7 @@ def test_nothing_is_kept_of_a_call_whose_graph_is_gone() -> None:
     with torch.no_grad():
         masked_loss(model)
 
-    carrier = carried.carrier_of(model)
+    carrier = mask_tracker.carrier_of(model)
     assert [r.call() for r in carrier._ranges] == [None] * 3
     assert carrier._running == {}
 

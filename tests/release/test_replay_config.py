@@ -8,8 +8,8 @@ import pytest
 from helpers.routers import FIELDS, make_config, make_router
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from replay_patch.config import router_padding
 from replay_patch.matrix import tiny
+from replay_patch.megatron.config import router_padding
 
 
 @pytest.mark.parametrize("name", ["enable_routing_replay", "moe_enable_routing_replay"])

@@ -20,7 +20,7 @@ JOB = """
 import json
 import torch_npu
 import torch
-from replay_patch.matrix import no_triton
+from replay_patch.megatron import no_triton
 no_triton.provide()
 import torch_npu.contrib.transfer_to_npu
 from megatron.core.models.gpt import GPTModel

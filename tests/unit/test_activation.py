@@ -89,7 +89,7 @@ def test_a_value_that_is_not_understood_warns_at_load_and_refuses_at_use() -> No
         heard = io.StringIO()
         logging.basicConfig(stream=heard)
         import torch, replay_patch
-        from replay_patch import activation
+        from replay_patch.patching import activation
         out = [heard.getvalue(), list(replay_patch.status().problems)]
         for use in (replay_patch.activate, lambda: activation.require_replay("replay")):
             try:
@@ -146,7 +146,10 @@ def test_a_failure_inside_the_entry_point_leaves_torch_importable(tmp_path: Path
 def test_the_log_goes_to_stderr_at_the_wanted_level() -> None:
     done = python("-c", "import torch", REPLAY_PATCH="1", REPLAY_PATCH_LOG="info")
 
-    assert "INFO replay_patch.activation: replay-patch is active (torch.backends)" in done.stderr
+    assert (
+        "INFO replay_patch.patching.activation: replay-patch is active (torch.backends)"
+        in done.stderr
+    )
 
 
 def test_entry_points() -> None:
@@ -179,7 +182,7 @@ def test_an_activation_that_fails_is_in_the_status_with_its_error(tmp_path: Path
         "import sys\n"
         "class Broken:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'replay_patch.patches.mtp_depth':\n"
+        "        if name == 'replay_patch.patches.megatron.mtp_depth':\n"
         "            raise ImportError('a distinctive text')\n"
         "sys.meta_path.insert(0, Broken())\n"
     )

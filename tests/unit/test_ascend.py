@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from replay_patch import RouteError, ascend
+from replay_patch import RouteError
+from replay_patch.megatron import ascend
 
 
 def function_of(module: str) -> Any:

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from replay_patch import RouteError
+from replay_patch.replay.router_call import check_capture
 from replay_patch.routes.index import to_device
-from replay_patch.running import check_capture
 
 ROOT = Path(__file__).parents[2]
 # The matrix is a CPU bed that stands in for torch.cuda: it is no part of a job.
 SOURCES = [
     *(p for p in sorted((ROOT / "replay_patch").rglob("*.py")) if "matrix" not in p.parts),
-    *sorted((ROOT / "patches").glob("*.py")),
+    *sorted((ROOT / "patches").rglob("*.py")),
 ]
 KINDS = ("cuda", "npu")
 ALLOWED = {
-    ("running.py", "backends.cuda"): "check_capture: is_built() answers in any torch",
-    ("running.py", "torch.cuda"): "check_capture: only in a torch that is built with CUDA",
-    ("running.py", "'npu'"): "check_capture: only where torch_npu has put torch.npu",
+    ("router_call.py", "backends.cuda"): "check_capture: is_built() answers in any torch",
+    ("router_call.py", "torch.cuda"): "check_capture: only in a torch that is built with CUDA",
+    ("router_call.py", "'npu'"): "check_capture: only where torch_npu has put torch.npu",
 }
 COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
@@ -81,7 +81,7 @@ def test_our_collectives_are_those_whose_dtypes_are_tested() -> None:
     """In tests/distributed/test_collectives.py."""
     found = {(p.name, name) for p in SOURCES for name in collectives(ast.parse(p.read_text()))}
 
-    assert found == {("gather.py", "all_gather"), ("padding.py", "all_reduce")}
+    assert found == {("gather.py", "all_gather"), ("padding_rows.py", "all_reduce")}
 
 
 # --- copies to a device -----------------------------------------------------------------------

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from replay_patch.matrix import drift
+from replay_patch.drift import comparison
+from replay_patch.drift.fingerprints import fingerprint
 from replay_patch.matrix.environments import TESTED_RELEASES
-from replay_patch.matrix.fingerprints import fingerprint
 
 ROUTER = "megatron.core.transformer.moe.router"
 GATING, INIT = f"{ROUTER}:Router.gating", f"{ROUTER}:TopKRouter.__init__"  # of one patch each
@@ -44,7 +44,7 @@ def releases(**of: dict[str, Any]) -> dict[str, Any]:
 
 
 def what(old: dict[str, Any], new: dict[str, Any], target: str = GATING) -> list[str]:
-    items = drift.compare({target: new}, releases(r1_0={target: old}))
+    items = comparison.compare({target: new}, releases(r1_0={target: old}))
     return [item["what"] for item in items]
 
 
@@ -52,11 +52,11 @@ def what(old: dict[str, Any], new: dict[str, Any], target: str = GATING) -> list
 
 
 def test_the_data_is_of_all_targets_on_all_tested_releases() -> None:
-    """Else: python -m replay_patch.matrix.drift --write."""
-    data = drift.known_targets()
+    """Else: python -m replay_patch.drift.comparison --write."""
+    data = comparison.known_targets()
 
     assert data["releases"] == list(TESTED_RELEASES)
-    assert data["targets"].keys() == drift.watched().keys()
+    assert data["targets"].keys() == comparison.watched().keys()
     for variants in data["targets"].values():
         of_all = [release for variant in variants for release in variant["releases"]]
         assert sorted(of_all) == sorted(TESTED_RELEASES)
@@ -66,10 +66,10 @@ def test_the_data_is_of_all_targets_on_all_tested_releases() -> None:
 def test_each_tested_release_is_known_to_itself(release: str) -> None:
     live = {
         target: next(v["is"] for v in variants if release in v["releases"])
-        for target, variants in drift.known_targets()["targets"].items()
+        for target, variants in comparison.known_targets()["targets"].items()
     }
 
-    assert drift.compare(live) == []
+    assert comparison.compare(live) == []
 
 
 # --- compare ------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_the_nearest_release_is_the_one_that_agrees_most_and_the_newest_of_equal
         r1_3={GATING: other, INIT: other, ROUTING: FUNCTION},
     )
 
-    items = drift.compare({GATING: other, INIT: FUNCTION, ROUTING: ABSENT}, data)
+    items = comparison.compare({GATING: other, INIT: FUNCTION, ROUTING: ABSENT}, data)
 
     assert [(i["patch"], i["target"], i["what"], i["nearest"]) for i in items] == [
         ("router_topk", ROUTING, "is gone", "1.2"),
@@ -203,7 +203,7 @@ def test_a_combination_that_no_release_has_is_told() -> None:
     )
     live = {GATING: ABSENT, INIT: ABSENT, NEED: {"kind": "needed", "reason": "it lacks one"}}
 
-    (item,) = drift.compare(live, data)
+    (item,) = comparison.compare(live, data)
 
     assert item == {
         "patch": "router_topk",
@@ -218,13 +218,13 @@ def test_lines_for_people() -> None:
     here = {ROUTING: ABSENT, NEED: {"kind": "not needed", "reason": "it takes ids"}}
     data = releases(r1_0={ROUTING: FUNCTION, NEED: {"kind": "needed"}})
 
-    assert drift.describe(drift.compare(here, data)).splitlines() == [
+    assert comparison.describe(comparison.compare(here, data)).splitlines() == [
         "This Megatron differs from the tested releases (the nearest is 1.0):",
         "  - patch router_topk: is not needed here, and is on the tested releases: it takes ids "
         "[router_topk]",
         f"  - {ROUTING}: is gone [router_topk, fused_router]",
     ]
-    assert drift.describe([]) == ""
+    assert comparison.describe([]) == ""
 
 
 # --- fingerprints -------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def megatron(folder: Path, core: str | None) -> Path:
     ],
 )
 def test_a_megatron_that_cannot_be_looked_at(core: str, problem: str, tmp_path: Path) -> None:
-    found = drift.examine([megatron(tmp_path, core)])
+    found = comparison.examine([megatron(tmp_path, core)])
 
     assert found["drift"] == []
     assert found["problem"].startswith(problem)
@@ -311,6 +311,6 @@ def test_a_megatron_that_cannot_be_looked_at(core: str, problem: str, tmp_path: 
 def test_a_megatron_that_hangs(tmp_path: Path) -> None:
     hanging = megatron(tmp_path, "import time; time.sleep(60)")
 
-    found = drift.examine([hanging], timeout=0.5)
+    found = comparison.examine([hanging], timeout=0.5)
 
     assert found["problem"] == "importing Megatron was not finished after 0.5 s"

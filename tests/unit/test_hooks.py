@@ -9,7 +9,7 @@ import pytest
 
 PRELUDE = """
 import sys
-from replay_patch.hooks import when_imported
+from replay_patch.patching.import_hooks import when_imported
 def told(name):
     def complete():
         print("complete:", sorted(vars(sys.modules[name]).keys() & {"a", "z"}))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_patch import LayoutError, local_layers
-from replay_patch.placement import moe_layers
+from replay_patch.megatron.layer_placement import moe_layers
 
 
 def make(pp: int = 1, vp: int | None = None, **fields: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import replay_patch
-from replay_patch.matrix import processes
+from replay_patch import processes
 
 
 def test_the_folders_come_first_then_the_callers_path_then_this_package(

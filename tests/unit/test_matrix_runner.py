@@ -56,7 +56,7 @@ def test_a_folder_that_is_named_as_a_release_is_looked_at(monkeypatch: pytest.Mo
         looked.append(path)
         raise OSError("enough")
 
-    monkeypatch.setattr(runner.drift, "examine", examine)
+    monkeypatch.setattr(runner.comparison, "examine", examine)
     folder, release = Path("/nowhere"), TESTED_RELEASES[0]
 
     runner._Run(Environment(release, folder), TWO, 1, 1.0, lambda _: None).run()

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from replay_patch import Routes, TokenLayout
-from replay_patch.microbatch import replayed
-from replay_patch.report import Report
+from replay_patch.sessions.microbatch import replayed
+from replay_patch.sessions.report import Report
 
 
 def stage(layers: int, experts: int, topk: int) -> Any:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay_patch import LayoutError, RouteError, padding
-from replay_patch.patches import block_recompute_mask, mtp_recompute_mask
+from replay_patch import LayoutError, RouteError
+from replay_patch.patches.megatron import block_recompute_mask, mtp_recompute_mask
+from replay_patch.replay import padding_rows
 
 B, S, TP = 2, 8, 2
 MASK = torch.arange(S).expand(B, S) >= torch.tensor([[5], [7]])
@@ -26,7 +27,7 @@ def model(sequence_parallel: bool = True, dispatcher: str = "alltoall") -> Any:
 
 @pytest.fixture(params=[0, 1])
 def rank(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(padding, "tp_rank", lambda: request.param)
+    monkeypatch.setattr(padding_rows, "tp_rank", lambda: request.param)
     return int(request.param)
 
 
@@ -38,7 +39,7 @@ def hidden(length: int) -> Tensor:
     return torch.zeros(length, B, 4)
 
 
-def real_rows(found: padding.Padding, number: int) -> Tensor:
+def real_rows(found: padding_rows.Padding, number: int) -> Tensor:
     return found.rows(number, SimpleNamespace(layer_number=3)).real.flatten()
 
 
@@ -52,7 +53,7 @@ def test_a_mask_is_cut_once_for_sequence_parallelism(rank: int, mask: Any, enter
     ids = IDS if entering == "ids" else None
     given = hidden(S // TP) if entering == "hidden states" else None
 
-    found = padding.of_model(model(), part(rank) if mask == "part" else mask, ids, given)
+    found = padding_rows.of_model(model(), part(rank) if mask == "part" else mask, ids, given)
 
     rows = real_rows(found, S // TP * B)
     assert torch.equal(rows, ~part(rank).t().flatten())  # sequence-major
@@ -60,17 +61,17 @@ def test_a_mask_is_cut_once_for_sequence_parallelism(rank: int, mask: Any, enter
 
 def test_without_sequence_parallelism_each_rank_has_all_rows() -> None:
     for ids, given in ((IDS, None), (None, hidden(S))):
-        found = padding.of_model(model(sequence_parallel=False), MASK, ids, given)
+        found = padding_rows.of_model(model(sequence_parallel=False), MASK, ids, given)
         assert torch.equal(real_rows(found, S * B), ~MASK.t().flatten())
 
 
 def test_a_router_that_gathers_has_both_kinds_of_rows(rank: int) -> None:
-    found = padding.of_model(model(dispatcher="alltoall_seq"), MASK, IDS, None)
+    found = padding_rows.of_model(model(dispatcher="alltoall_seq"), MASK, IDS, None)
 
     assert torch.equal(real_rows(found, S // TP * B), ~part(rank).t().flatten())
     assert torch.equal(real_rows(found, S * B), ~MASK.t().flatten())
     with pytest.raises(RouteError, match="the whole mask"):
-        padding.of_model(model(dispatcher="alltoall_seq"), part(rank), None, hidden(S // TP))
+        padding_rows.of_model(model(dispatcher="alltoall_seq"), part(rank), None, hidden(S // TP))
 
 
 @pytest.mark.parametrize(
@@ -95,11 +96,11 @@ def test_what_is_no_mask_of_the_input_is_refused(
     mask: Any, ids: Any, given: Any, words: str
 ) -> None:
     with pytest.raises(LayoutError, match=words):
-        padding.of_model(model(), mask, ids, given)
+        padding_rows.of_model(model(), mask, ids, given)
 
 
 def test_a_router_with_other_rows_than_the_mask_is_refused() -> None:
-    found = padding.of_model(model(sequence_parallel=False), MASK, IDS, None)
+    found = padding_rows.of_model(model(sequence_parallel=False), MASK, IDS, None)
 
     with pytest.raises(LayoutError, match=r"layer 3: the router has 15 rows, and .* is for 16"):
         real_rows(found, 15)
@@ -109,17 +110,17 @@ def test_a_layer_takes_its_part_and_leaves_a_part_alone(rank: int) -> None:
     """0.16 on, where Megatron's models hand on the mask."""
     fits = part(rank).contiguous()
 
-    assert torch.equal(padding.of_layer(model(), MASK, hidden(S // TP)), fits)
-    assert padding.of_layer(model(), fits, hidden(S // TP)) is fits
-    assert padding.of_layer(model(sequence_parallel=False), MASK, hidden(S)) is MASK
-    assert padding.of_layer(model(), MASK, None) is MASK
+    assert torch.equal(padding_rows.of_layer(model(), MASK, hidden(S // TP)), fits)
+    assert padding_rows.of_layer(model(), fits, hidden(S // TP)) is fits
+    assert padding_rows.of_layer(model(sequence_parallel=False), MASK, hidden(S)) is MASK
+    assert padding_rows.of_layer(model(), MASK, None) is MASK
     for layer, mask in ((model(), MASK[:, 1:]), (model(sequence_parallel=False), MASK)):
         with pytest.raises(LayoutError, match=r"expected \[2, 4\], that of layer 3"):
-            padding.of_layer(layer, mask, hidden(S // TP))
+            padding_rows.of_layer(layer, mask, hidden(S // TP))
 
 
 def test_a_loss_is_scaled_to_the_real_rows() -> None:
-    rows = padding.Rows(torch.tensor([False, True, True, True]), torch.device("cpu"))
+    rows = padding_rows.Rows(torch.tensor([False, True, True, True]), torch.device("cpu"))
 
     assert rows.index.tolist() == [0]
     assert rows.total(None) == 1
@@ -129,10 +130,10 @@ def test_a_loss_is_scaled_to_the_real_rows() -> None:
 
 
 def test_a_sum_of_rows_leaves_out_padding_and_no_other_sum_does() -> None:
-    rows = padding.Rows(torch.tensor([False, True]), torch.device("cpu"))
+    rows = padding_rows.Rows(torch.tensor([False, True]), torch.device("cpu"))
     chosen = torch.tensor([[True, False], [True, True]])
 
-    with padding.SumOfRows(rows):
+    with padding_rows.SumOfRows(rows):
         assert chosen.sum(dim=0).tolist() == [1, 0]
         assert chosen.sum(dim=1).tolist() == [1, 2]
         assert chosen.float().sum(dim=0).tolist() == [2.0, 1.0]

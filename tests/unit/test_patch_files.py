@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from replay_patch.patches import PATCHES, REPLAY_PATCHES
-from replay_patch.patching import Patch
+from replay_patch.patching.patch import Patch
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(p.stem for p in (ROOT / "patches").glob("*.py") if p.stem != "__init__")
+FILES = sorted(p.stem for p in (ROOT / "patches").glob("*/*.py") if p.stem != "__init__")
 
 
 def test_every_file_is_registered_under_its_own_name() -> None:
@@ -19,7 +19,8 @@ def test_every_file_is_registered_under_its_own_name() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_holds_one_patch(name: str) -> None:
-    module = importlib.import_module(f"replay_patch.patches.{name}")
+    [path] = (ROOT / "patches").glob(f"*/{name}.py")
+    module = importlib.import_module(f"replay_patch.patches.{path.parent.name}.{name}")
 
     assert [p for p in vars(module).values() if isinstance(p, Patch)] == [module.PATCH]
 

@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 
-from replay_patch.patching import (
-    ACTIVE,
-    FAILED,
-    LOST,
-    NOT_NEEDED,
-    SKIPPED,
-    WAITING,
-    Ledger,
-    Patch,
-    Transaction,
-)
+from replay_patch.patching.ledger import Ledger
+from replay_patch.patching.patch import ACTIVE, FAILED, LOST, NOT_NEEDED, SKIPPED, WAITING, Patch
+from replay_patch.patching.transaction import Transaction
 from replay_patch.settings import Settings
 
 

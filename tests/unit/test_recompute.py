@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from replay_patch import autograd
-from replay_patch.autograd import Tracker
 from replay_patch.errors import RouteError
+from replay_patch.replay import recompute
+from replay_patch.replay.recompute import Tracker
 
 
 class Router(nn.Module):
@@ -269,7 +269,7 @@ def test_a_forward_without_the_chunks_call_is_refused_in_the_recompute() -> None
 def test_an_old_torch_is_refused_where_recompute_is_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(autograd, "KNOWS", False)
+    monkeypatch.setattr(recompute, "KNOWS", False)
 
     with pytest.raises(RouteError, match="does not say which forward"):
         Tracker(Chunk(None), recompute=True)
@@ -286,16 +286,16 @@ def test_after_closing_living_graphs_are_known_as_ended() -> None:
     tracker.close()
 
     assert entry.data is None
-    assert len(autograd.ended) == 1
+    assert len(recompute.ended) == 1
     assert not chunk._forward_hooks
     for router in chunk.routers:
         router.tracker = None
-    chunk.routers[0].register_forward_pre_hook(lambda router, _: autograd.check_ended(router))
+    chunk.routers[0].register_forward_pre_hook(lambda router, _: recompute.check_ended(router))
     with pytest.raises(RouteError, match="layer 1: backward after the session ended"):
         loss.backward()
     del loss, entry
     gc.collect()
-    assert not autograd.ended
+    assert not recompute.ended
 
 
 def test_a_chunk_has_one_tracker_at_a_time() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import passes
-from replay_patch.routes.passes import HOLE, Trajectory
+from replay_patch.routes.trajectory import HOLE, Trajectory, current
 
 
 def rows(tokens: list[int], call: int = 0) -> np.ndarray:
@@ -197,15 +196,15 @@ def test_any_calls_against_a_search_by_token() -> None:
 
 def test_tasks_of_a_trajectory_share_it_and_others_do_not() -> None:
     async def turn(token: int) -> None:
-        passes.current.get().add([token], [0], rows([token]))
+        current.get().add([token], [0], rows([token]))
 
     async def trajectory(token: int) -> list[int]:
-        passes.current.set(Trajectory())
+        current.set(Trajectory())
         await asyncio.gather(*(asyncio.create_task(turn(token)) for _ in range(2)))
-        return passes.current.get().routes([token])[0, 0].tolist()
+        return current.get().routes([token])[0, 0].tolist()
 
     async def both() -> list[list[int]]:
         return await asyncio.gather(trajectory(3), trajectory(4))
 
     assert asyncio.run(both()) == [[0, 3], [0, 4]]
-    assert passes.current.get() is None
+    assert current.get() is None

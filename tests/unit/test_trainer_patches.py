@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replay_patch.probe import Probe
+from replay_patch.patching.probe import Probe
 
 VERL = "verl.utils.megatron"
 VLLM = "verl.workers.rollout.vllm_rollout.vllm_async_server"
@@ -212,7 +212,9 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         made = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(made)
         monkeypatch.setitem(sys.modules, module, made)
-        found = importlib.import_module(f"replay_patch.patches.{patch}").PATCH.needed(Probe())
+        found = importlib.import_module(
+            f"replay_patch.patches.{patch.partition('_')[0]}.{patch}"
+        ).PATCH.needed(Probe())
         assert found[1]
         return found[0]
 

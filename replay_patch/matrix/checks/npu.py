@@ -36,8 +36,8 @@ def npu_targets() -> None:
     from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
 
     from replay_patch.patches import PATCHES
-    from replay_patch.patching import chain
-    from replay_patch.probe import Probe
+    from replay_patch.patching.probe import Probe
+    from replay_patch.patching.wrappers import chain
 
     def live(target: str) -> Any:
         found = Probe().find(target)
@@ -136,8 +136,8 @@ def npu_noop_layers() -> None:
 
 def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tuple[int, ...]:
     import replay_patch
-    from replay_patch import routers
     from replay_patch.matrix import tiny
+    from replay_patch.megatron import routers
 
     tiny.init(world, rank, init_file, **tools.group_sizes(options))
     config = tools.config(**options)
@@ -186,7 +186,7 @@ def npu_tp_extend_ep() -> None:
     """With `tp_extend_ep`, whose routing sees the tokens of all tensor-parallel ranks, routers on
     two of them record and replay each its own rows; its experts, which are NPU kernels, stay
     out."""
-    from replay_patch.probe import Probe
+    from replay_patch.patching.probe import Probe
 
     place = "megatron.core.transformer.moe.router:TopKRouter.routing"
     if "topk_softmax_with_capacity" not in Probe().find(place).__code__.co_names:
@@ -242,8 +242,9 @@ def npu_refusals() -> None:
     """Each feature of MindSpeed's that replay cannot work with, or was not tested with, is refused
     by name: when a router with replay on is built, and when a session begins."""
     import replay_patch
-    from replay_patch import RouteError, ascend
+    from replay_patch import RouteError
     from replay_patch.matrix import tiny
+    from replay_patch.megatron import ascend
 
     tiny.init()
     model = tiny.gpt_model(tools.config(replay=False))

@@ -139,8 +139,8 @@ def topk_seam() -> None:
 
     import torch
 
-    from replay_patch.router_replay import RouterReplay, RouterReplayAction
-    from replay_patch.running import running
+    from replay_patch.replay.router_call import running
+    from replay_patch.replay.router_replay import RouterReplay, RouterReplayAction
 
     function = tools.topk_function()
     if "router_replay" in inspect.signature(function).parameters:

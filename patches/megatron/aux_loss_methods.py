@@ -1,0 +1,68 @@
+"""`TopKRouter.is_aux_loss_enabled()` and `get_aux_loss_coeff()` for releases before 0.14."""
+
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+
+
+def get_aux_loss_coeff(self: Any, aux_loss_type: str) -> float:
+    """The coefficient of one auxiliary loss of this router; 0.0 if it is not used.
+
+    Args:
+        aux_loss_type: "aux_loss", "seq_aux_loss" or "global_aux_loss".
+    """
+    kinds = self.routing_type
+    coefficients = self.config.moe_aux_loss_coeff
+    if not isinstance(kinds, (list, tuple)):
+        kinds = [kinds]
+    if not isinstance(coefficients, (list, tuple)):
+        coefficients = [coefficients] * len(kinds)
+    return float(dict(zip(kinds, coefficients, strict=True)).get(aux_loss_type) or 0.0)
+
+
+def is_aux_loss_enabled(self: Any) -> bool:
+    """Whether this router adds any auxiliary load-balancing loss."""
+    kinds = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    return any(self.get_aux_loss_coeff(kind) > 0 for kind in kinds)
+
+
+_METHODS = (get_aux_loss_coeff, is_aux_loss_enabled)
+
+
+def _missing() -> list[Any]:
+    return [m for m in _METHODS if Probe().find(f"{_ROUTER}.{m.__name__}") is None]
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    missing = [m.__name__ for m in _missing()]
+    return bool(missing), f"TopKRouter lacks {', '.join(missing) or 'neither method'}"
+
+
+def _apply(transaction: Transaction) -> None:
+    router = Probe().find(_ROUTER)
+    for method in _missing():
+        transaction.set(router, method.__name__, method)
+
+
+PATCH = Patch(
+    name="aux_loss_methods",
+    targets=tuple(f"{_ROUTER}.{m.__name__}" for m in _METHODS),
+    modules=(_ROUTER.partition(":")[0],),
+    why=(
+        "Code written for 0.14 and later asks the router whether it has an auxiliary loss; 0.12 "
+        "and 0.13 raise AttributeError, and only in training."
+    ),
+    how=(
+        "Plain functions on the class, bound at access: an attribute on each router would be a "
+        "reference cycle and break pickling. They read the release's own settings: one name and "
+        "one number, or later lists of both. The release's own loss code is not touched."
+    ),
+    upstream="https://github.com/volcengine/verl/pull/5298",
+    remove_when="0.13 is no longer supported",
+    needed=_needed,
+    apply=_apply,
+)

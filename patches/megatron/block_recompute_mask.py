@@ -1,0 +1,101 @@
+"""Recompute by "block": layers that are not recomputed have the mask, too (0.16, 0.17), and with
+MindSpeed's own recompute for 0.16 those that are."""
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.rebinding import Instead
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "megatron.core.transformer.transformer_block"
+_BLOCK = f"{_MODULE}:TransformerBlock"
+_RECOMPUTE = "_checkpointed_forward"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    function = probe.find(f"{_BLOCK}.{_RECOMPUTE}")
+    if function is None or "padding_mask" not in probe.parameters(f"{_BLOCK}.{_RECOMPUTE}"):
+        return False, "this release's TransformerBlock hands on no padding_mask in a recompute"
+    given = _given_to_a_layer(function)
+    return not given, f"a layer that is not recomputed is given {'the' if given else 'no'} mask"
+
+
+class _Config:
+    """Everything else is off; MindSpeed's function asks for more than Megatron's."""
+
+    recompute_method, recompute_num_layers = "block", 0
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _given_to_a_layer(function: Any) -> bool:
+    """Whether a layer of a block, none of whose layers is recomputed, gets the block's mask."""
+    import torch
+
+    seen: list[Any] = []
+
+    def layer(*, hidden_states: Any, padding_mask: Any = None, **_: Any) -> Any:
+        seen.append(padding_mask)
+        return hidden_states, None
+
+    block = SimpleNamespace(
+        config=_Config(),
+        num_layers_per_pipeline_rank=1,
+        _get_layer=lambda _: layer,
+    )
+    names = list(inspect.signature(function).parameters.values())[1:]
+    given: dict[str, Any] = {p.name: None for p in names if p.default is inspect.Parameter.empty}
+    mask = torch.zeros(1, 1, dtype=torch.bool)
+    given |= {"hidden_states": torch.zeros(1, 1, 1), "padding_mask": mask}
+    function(block, **given)
+    return seen[0] is mask
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap(Probe().find(_BLOCK), _RECOMPUTE, _masked)
+
+
+class _Layer(Instead):
+    """A layer that has the block's mask where it is called with none."""
+
+    def __call__(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
+        mask = self.mask if padding_mask is None else padding_mask
+        return self._original(*args, padding_mask=mask, **kwargs)
+
+
+def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def _checkpointed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = signature.bind_partial(self, *args, **kwargs).arguments.get("padding_mask")
+        if mask is None:
+            return original(self, *args, **kwargs)
+        masked = Instead(self, _get_layer=lambda number: _Layer(self._get_layer(number), mask=mask))
+        return original(masked, *args, **kwargs)
+
+    return _checkpointed_forward
+
+
+PATCH = Patch(
+    name="block_recompute_mask",
+    targets=(f"{_BLOCK}.{_RECOMPUTE}",),
+    modules=(_MODULE,),
+    why=(
+        'With full recompute and `recompute_method="block"` the layers beyond '
+        "`recompute_num_layers` run without the padding mask: their routers count padding, and "
+        "nothing says so. MindSpeed's replacement for 0.16 takes the mask and gives it to no layer."
+    ),
+    how=(
+        "Where a call with a stand-in for the block shows it, the release's own code runs with "
+        "layers that have the block's mask unless they are given one."
+    ),
+    upstream="Megatron-LM 0.18.0 gives them the mask",
+    remove_when="0.17 is no longer supported",
+    needed=_needed,
+    apply=_apply,
+)

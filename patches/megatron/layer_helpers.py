@@ -1,0 +1,273 @@
+"""Layer offset and number of layers of any pipeline stage, on the releases that know only one."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.megatron.layer_placement import placement
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.rebinding import Instead, with_globals
+from replay_patch.patching.transaction import Transaction
+
+_LAYER = "megatron.core.transformer.transformer_layer"
+_BLOCK = "megatron.core.transformer.transformer_block"
+_HELPERS = {"get_transformer_layer_offset": _LAYER, "get_num_layers_to_build": _BLOCK}
+_ARGUMENTS = ("vp_stage", "pp_rank")
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    lacking = [
+        f"{name} takes no {argument}"
+        for name, module in _HELPERS.items()
+        for argument in _ARGUMENTS
+        if argument not in probe.parameters(f"{module}:{name}")
+    ]
+    if not lacking and not _right_for_others(probe):
+        lacking = ["get_num_layers_to_build takes pp_rank, and does not tell a pipeline layout"]
+    return bool(lacking), "; ".join(lacking) or "both helpers answer for any stage"
+
+
+def _right_for_others(probe: Probe) -> bool:
+    """Whether a layout with 1 and 2 layers on its stages is asked about the stage in question.
+
+    MindSpeed's wrapper, whatever it is around, asks the layout about its own stage.
+    """
+
+    class Layout:
+        def get_num_layers_to_build(self, pp_rank: int = -1, **others: Any) -> int:
+            return {0: 1, 1: 2}.get(pp_rank, 0)
+
+    helper = probe.find(f"{_BLOCK}:get_num_layers_to_build")
+    config = types.SimpleNamespace(
+        pipeline_model_parallel_size=2, pipeline_model_parallel_layout=Layout()
+    )
+    try:
+        return [helper(config, pp_rank=rank) for rank in range(2)] == [1, 2]
+    except Exception:  # noqa: BLE001 - it asks for process groups, or for more of the config
+        return False
+
+
+def _apply(transaction: Transaction) -> None:
+    for name, module in _HELPERS.items():
+        original = Probe().find(f"{module}:{name}")
+        if original is None:
+            raise LookupError(f"{module} has no {name}: {Probe().megatron()} is not supported")
+        with_globals(original, {})  # raises here, and not when it is asked, if it cannot be done
+        code = inspect.unwrap(original).__code__
+        # As a global name: what a function imports for itself cannot be bound differently.
+        asks = "parallel_state" in code.co_names and "parallel_state" not in code.co_varnames
+        if not asks and "pp_rank" not in Probe().parameters(f"{module}:{name}"):
+            raise LookupError(f"{module}.{name} does not say how it knows its stage")
+        listed = name == "get_transformer_layer_offset" and _listed()
+        made = _for_any_stage(original, _overlaps(original), listed)
+        transaction.set_everywhere(name, original, made)
+
+
+def _listed() -> bool:
+    """Whether the layers of a stage are counted by MindSpeed's list of lists, [pp][vp].
+
+    Its unaligned pipeline replaces that helper, and leaves the offsets to the one that knows no
+    list: two stages then have layers with the same numbers.
+    """
+    count = Probe().find(f"{_BLOCK}:get_num_layers_to_build")
+    config = types.SimpleNamespace(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
+        pipeline_num_transformer_layers=[[3], [1]],
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    try:
+        return [_for_any_stage(count)(config, pp_rank=rank) for rank in range(2)] == [3, 1]
+    except Exception:  # noqa: BLE001 - it asks for more of the config: it is not that one
+        return False
+
+
+def _overlaps(original: Callable[..., int]) -> bool:
+    """Whether it puts rank 1 of 3 where rank 0 is, with 3, 3 and 1 layers in each virtual stage."""
+    config = types.SimpleNamespace(
+        num_layers=14,
+        pipeline_model_parallel_size=3,
+        virtual_pipeline_model_parallel_size=2,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=2,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_model_parallel_layout=None,
+    )
+    try:
+        return _for_any_stage(original)(config, vp_stage=0, pp_rank=1) == 0
+    except Exception:  # noqa: BLE001 - it asks for more of the config: none of the releases meant
+        return False
+
+
+def _for_any_stage(
+    original: Callable[..., int], overlaps: bool = False, listed: bool = False
+) -> Callable[..., int]:
+    signature = inspect.signature(original)
+    takes = frozenset(signature.parameters)
+    by_config = "vp_stage" in takes  # whether there are virtual stages; before 0.13 by global state
+
+    @functools.wraps(original, updated=())
+    def helper(
+        config: Any,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        passed = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+        known = {k: v for k, v in passed.items() if k in takes} | kwargs
+        if listed and getattr(config, "pipeline_num_transformer_layers", None):
+            stage = _Stage(config, vp_stage, pp_rank)
+            virtual = stage.get_virtual_pipeline_model_parallel_rank() or 0
+            return placement(config).of(stage.rank, virtual)[0]
+        if pp_rank is None and (vp_stage is None or "vp_stage" in takes):
+            answer = original(config, *args, **known)
+            return answer + _left_out(config, by_config) if overlaps else answer
+        stage = _Stage(config, vp_stage, pp_rank)
+        there: Callable[..., int] = with_globals(original, {"parallel_state": stage})
+        answer = there(_config_there(config, stage), *args, **known)
+        return answer + _left_out(config, by_config, stage) if overlaps else answer
+
+    new = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in _ARGUMENTS
+        if name not in takes
+    ]
+    parameters = [*signature.parameters.values(), *new]
+    helper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return helper
+
+
+def _left_out(config: Any, by_config: bool, stage: Any = None) -> int:
+    """What the offset lacks in 0.12 and 0.13 if, with virtual stages, only the last rank's layers
+    are given: they take one rank off, as if the first rank had a count of its own, too."""
+    from megatron.core import parallel_state
+
+    state = parallel_state if stage is None else stage
+    virtual = config.virtual_pipeline_model_parallel_size
+    if not by_config:
+        virtual = state.get_virtual_pipeline_model_parallel_world_size()
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    others = config.pipeline_model_parallel_size - 1
+    listed = getattr(config, "pipeline_model_parallel_layout", None)
+    if virtual is None or first is not None or last is None or not others or listed:
+        return 0
+    if state.get_pipeline_model_parallel_rank() == 0:
+        return 0
+    return int((config.num_layers - last) // virtual // others)
+
+
+class _Stage:
+    """`parallel_state` as a process of that stage would see it, with or without process groups."""
+
+    def __init__(self, config: Any, vp_stage: int | None, pp_rank: int | None) -> None:
+        from megatron.core import parallel_state
+
+        self.real, self.config = parallel_state, config
+        self.rank = self.get_real_rank() if pp_rank is None else pp_rank
+        self.vp_stage = vp_stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def get_real_rank(self) -> int:
+        return int(self.real.get_pipeline_model_parallel_rank())
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return int(self.config.pipeline_model_parallel_size)
+
+    def get_virtual_pipeline_model_parallel_rank(self) -> int | None:
+        return self._vp_stage(self.vp_stage)
+
+    def get_virtual_pipeline_model_parallel_world_size(self) -> int | None:
+        size: int | None = self.config.virtual_pipeline_model_parallel_size
+        return size
+
+    def is_inside_encoder(self, rank: int | None = None) -> bool:
+        start = self.real.get_pipeline_model_parallel_decoder_start()
+        return (self.rank if rank is None else rank) < (start or 0)
+
+    # Before 0.13 these count virtual stages unless told otherwise, later only if told so.
+    def is_pipeline_first_stage(
+        self, ignore_virtual: bool = False, vp_stage: int | None = None
+    ) -> bool:
+        return self.rank == 0 and (ignore_virtual or not self._vp_stage(vp_stage))
+
+    def is_pipeline_last_stage(
+        self, ignore_virtual: bool = False, vp_stage: int | None = None
+    ) -> bool:
+        last = (self.get_virtual_pipeline_model_parallel_world_size() or 1) - 1
+        return self.rank == self.get_pipeline_model_parallel_world_size() - 1 and (
+            ignore_virtual or (self._vp_stage(vp_stage) or 0) == last
+        )
+
+    def _vp_stage(self, given: int | None) -> int | None:
+        if self.get_virtual_pipeline_model_parallel_world_size() is None:
+            return None
+        stage = self.vp_stage if given is None else given
+        if stage is None:
+            stage = self.real.get_virtual_pipeline_model_parallel_rank()
+        if stage is None:
+            raise ValueError("this config has virtual pipeline stages: say which (vp_stage=...)")
+        return int(stage)
+
+
+def _config_there(config: Any, stage: _Stage) -> Any:
+    """The config, with a pipeline layout that answers for the stage, too."""
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if not layout:
+        return config
+    return Instead(config, pipeline_model_parallel_layout=_LayoutThere(layout, stage))
+
+
+class _LayoutThere:
+    def __init__(self, layout: Any, stage: _Stage) -> None:
+        self._layout, self._stage = layout, stage
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._layout, name)
+        function = getattr(value, "__func__", None)
+        if function is None:
+            return value
+        there = with_globals(function, {"parallel_state": self._stage})
+        return functools.partial(there, self._layout)
+
+
+PATCH = Patch(
+    name="layer_helpers",
+    targets=tuple(f"{module}:{name}" for name, module in _HELPERS.items()),
+    modules=(_BLOCK,),
+    why=(
+        "Trainers ask which layers a stage holds. 0.12 answers for the current stage only, 0.13 "
+        "and 0.14 take `vp_stage` but no `pp_rank`: callers written for 0.15 get a TypeError. "
+        "Later releases take both, but ask a pipeline layout about their own rank. With virtual "
+        "stages and only `num_layers_in_last_pipeline_stage`, the offsets of 0.12 and 0.13 "
+        "overlap: two layers of a model have the same number, and others are missing. MindSpeed "
+        "replaces one or both by functions that take the config and nothing else."
+    ),
+    how=(
+        "A wrapper that takes both, set wherever the helper is bound. Asked about another stage, "
+        "the release's own code runs with `parallel_state` answering for that stage; no process "
+        "group is needed then. Otherwise it is the original. Where a probe finds overlapping "
+        "offsets they are corrected, also for the model that is built, as in Megatron 0.14 (its "
+        "pull request 1583). With MindSpeed's unaligned pipeline the offsets follow its list."
+    ),
+    upstream="https://github.com/volcengine/verl/pull/5298",
+    remove_when="every supported release answers for any stage",
+    needed=_needed,
+    apply=_apply,
+    working=_right_for_others,
+)

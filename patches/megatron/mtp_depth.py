@@ -1,0 +1,49 @@
+"""Routers of multi-token-prediction blocks know which block they are in."""
+
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "megatron.core.transformer.multi_token_prediction"
+_BLOCK = f"{_MODULE}:MultiTokenPredictionBlock"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    found = probe.find(_BLOCK) is not None
+    return found, f"this release has {'a' if found else 'no'} MultiTokenPredictionBlock"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap(Probe().find(_BLOCK), "__init__", _numbering)
+
+
+def _numbering(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for depth, layer in enumerate(self.layers, start=1):
+            for module in layer.modules():
+                replay = getattr(module, "router_replay", None)
+                if replay is not None:
+                    replay.mtp_depth = depth
+
+    return __init__
+
+
+PATCH = Patch(
+    name="mtp_depth",
+    targets=(f"{_BLOCK}.__init__",),
+    modules=(_MODULE,),
+    why=(
+        "`layer_number` alone is no key: the routers of MTP blocks start again at 1 in 0.12 ... "
+        "0.15 and from 0.17 on, so they alias those of the decoder."
+    ),
+    how="After the block is built, each router in `layers[i]` gets `mtp_depth = i + 1`.",
+    upstream="none",
+    remove_when="router numbers are unique in every supported release",
+    needed=_needed,
+    apply=_apply,
+    vital=True,
+)

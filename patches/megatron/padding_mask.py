@@ -1,0 +1,328 @@
+"""`padding_mask` for the releases without it (0.12 ... 0.15): rows of padding count in no loss."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.rebinding import with_globals
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "megatron.core.models.gpt.gpt_model"
+_MODEL = f"{_MODULE}:GPTModel"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_SCORES = "compute_routing_scores_for_aux_loss"
+_LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    takes = "padding_mask" in probe.parameters(f"{_MODEL}.forward")
+    return not takes, f"GPTModel.forward takes {'a' if takes else 'no'} padding_mask"
+
+
+def _apply(transaction: Transaction) -> None:
+    import megatron.core.transformer.moe.router as module
+
+    router, model = module.TopKRouter, Probe().find(_MODEL)
+    wrappers: dict[str, Callable[[Any], Any]] = {"apply_z_loss": _z_loss, "forward": _router}
+    if "_apply_aux_loss" in vars(router):  # from 0.14 on
+        wrappers |= {name: _aux_loss for name in _LOSSES if name in vars(router)}
+        wrappers["attach_and_log_load_balancing_loss"] = _per_token
+    else:
+        wrappers |= {_SCORES: _scores, "apply_load_balancing_loss": _load_balancing}
+        if _SCORES in vars(router) and not _gives_map(vars(router)[_SCORES]):  # 0.12
+            wrappers["aux_loss_load_balancing"] = _tokens_per_expert
+    missing = sorted(wrappers.keys() - vars(router).keys())
+    if missing:
+        raise LookupError(
+            f"TopKRouter of {Probe().megatron()} is not the class that we know: it has no "
+            f"{', '.join(missing)}"
+        )
+    for name, make in wrappers.items():
+        if name != "forward":
+            with_globals(vars(router)[name], {})  # raises here, and not in the first forward
+        transaction.wrap(router, name, make)
+    transaction.wrap(model, "forward", _model)
+    if "build_schedule_plan" in vars(model):  # from 0.14 on
+        transaction.wrap(model, "build_schedule_plan", _plan)
+
+
+def _gives_map(compute: Any) -> bool:
+    """Whether a release's scores for the auxiliary loss come with a map of their own."""
+    import torch
+
+    router = SimpleNamespace(score_function="softmax", topk=1)
+    return isinstance(compute(router, torch.zeros(1, 2)), tuple)
+
+
+# --- a mask goes in -----------------------------------------------------------------------------
+
+
+# GPTModel's signature stays: sessions and trainers ask it whether to hand over a mask, and on these
+# releases a model around it may not take one. A mask that is given is taken all the same.
+
+
+def _model(original: Callable[..., Any]) -> Any:
+    from replay_patch.replay import mask_tracker
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.pop("padding_mask", None)
+        if mask is None and not mask_tracker.known(self):
+            return original(self, *args, **kwargs)
+        padding = _padding(original, self, mask, args, kwargs)
+        recompute = getattr(self.config, "recompute_granularity", None) is not None
+        call = functools.partial(original, self, *args, **kwargs)
+        return mask_tracker.carrier_of(self).run(padding, call, recompute)
+
+    return forward
+
+
+def _plan(original: Callable[..., Any]) -> Any:
+    from replay_patch.replay import mask_tracker
+
+    def build_schedule_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.pop("padding_mask", None)
+        if mask is not None or mask_tracker.known(self):
+            padding = _padding(original, self, mask, args, kwargs)
+            mask_tracker.carrier_of(self).planned = padding
+        return original(self, *args, **kwargs)
+
+    return build_schedule_plan
+
+
+def _padding(original: Any, model: Any, mask: Any, args: Any, kwargs: Any) -> Any:
+    """The padding of a call, or None: of its own mask, or of the one that a session holds."""
+    from replay_patch.replay import mask_tracker, padding_rows
+
+    carrier = mask_tracker.carrier_of(model)
+    held, carrier.held = carrier.held, None
+    if mask is None and held is None:
+        return None
+    given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
+    hidden, input_ids = given.get("decoder_input"), given.get("input_ids")
+    if hidden is None and not model.pre_process:
+        hidden, input_ids = model.decoder.input_tensor, None
+    input_ids = None if hidden is not None else input_ids
+    if mask is None:
+        return padding_rows.of_session(model, held, input_ids, hidden)
+    return padding_rows.of_model(model, mask, input_ids, hidden)
+
+
+def _router(original: Callable[..., Any]) -> Any:
+    from replay_patch.patching.compiling import opaque
+    from replay_patch.replay import mask_tracker, padding_rows
+
+    carriers = mask_tracker.carriers
+
+    @opaque
+    def masked(router: Any, hidden: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
+        found = (
+            mask_tracker.find(router)
+            if mask is None
+            else padding_rows.of_router(router, mask, hidden)
+        )
+        call = functools.partial(original, router, hidden, **kwargs)
+        return call() if found is None else padding_rows.work(router, found, call)
+
+    def forward(self: Any, input: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
+        if padding_mask is None and not carriers:
+            return original(self, input, **kwargs)
+        return masked(self, input, padding_mask, kwargs)
+
+    # By position, too: so the layers of 0.16 and later call it. Other code may have wrapped it.
+    taken = inspect.signature(original).parameters.values()
+    kinds = {p.kind for p in taken}
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.KEYWORD_ONLY in kinds:
+        kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [p for p in taken if p.name != "padding_mask"]
+    catch_all = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+    parameters = [p for p in parameters if p not in catch_all]
+    parameters += [inspect.Parameter("padding_mask", kind, default=None), *catch_all]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return forward
+
+
+# --- what counts it -----------------------------------------------------------------------------
+# Only called with a mask: else each is the original. `rows.real` is bool [R, 1].
+
+
+def _z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.replay import padding_rows
+
+    def apply_z_loss(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = padding_rows.here(self, len(logits)) if padding_rows.at_work else None
+        if rows is None:
+            return original(self, logits, *args, **kwargs)
+        z_loss = _names(original)["z_loss_func"]
+
+        def of_real_rows(logits: Any, *args: Any, **kwargs: Any) -> Any:
+            kept = logits.index_select(0, rows.index)
+            return z_loss(kept, *args, **kwargs) if len(kept) else logits.new_zeros(())
+
+        names = {"z_loss_func": of_real_rows, **_scaled_by_tokens(self, original, rows)}
+        return with_globals(original, names)(self, logits, *args, **kwargs)
+
+    return apply_z_loss
+
+
+def _aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """From 0.14 on. The rows of all ranks are known from what the release itself reduces."""
+    from replay_patch.replay import padding_rows
+
+    def apply(self: Any, probs: Any, scores: Any, routing_map: Any, *args: Any, **more: Any) -> Any:
+        rows = padding_rows.here(self, len(scores)) if padding_rows.at_work else None
+        if rows is None:
+            return original(self, probs, scores, routing_map, *args, **more)
+        names = _names(original)
+        reduce, switch = (
+            names["reduce_from_tensor_model_parallel_region"],
+            names["switch_load_balancing_loss_func"],
+        )
+        reduced: list[Any] = []
+
+        def noted(tokens: Any, group: Any) -> Any:
+            out = reduce(tokens, group)
+            reduced[:] = [out.sum(), group.size()]
+            return out
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            tokens, ranks = reduced
+            return switch(*args, **kwargs) * rows.scale(tokens / kwargs["topk"], ranks)
+
+        bound = {
+            "reduce_from_tensor_model_parallel_region": noted,
+            "switch_load_balancing_loss_func": scaled,
+        }
+        kept = scores * rows.real, routing_map & rows.real
+        return with_globals(original, bound)(self, probs, *kept, *args, **more)
+
+    return apply
+
+
+def _per_token(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.replay import padding_rows
+
+    def attach(self: Any, activation: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = padding_rows.here(self, len(activation)) if padding_rows.at_work else None
+        if rows is None:
+            return original(self, activation, *args, **kwargs)
+        names = _scaled_by_tokens(self, original, rows)
+        return with_globals(original, names)(self, activation, *args, **kwargs)
+
+    return attach
+
+
+def _scores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """0.12 and 0.13; 0.13 gives the map that it counts, too."""
+    from replay_patch.replay import padding_rows
+
+    def compute(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, logits, *args, **kwargs)
+        rows = padding_rows.here(self, len(logits)) if padding_rows.at_work else None
+        if rows is None:
+            return out
+        if isinstance(out, tuple):
+            return out[0] * rows.real, out[1] & rows.real
+        return out * rows.real
+
+    return compute
+
+
+def _load_balancing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """0.12 and 0.13: one method attaches either loss, which it is given as a partial."""
+    from replay_patch.replay import padding_rows
+
+    def apply(self: Any, activation: Any, load_balancing_loss_func: Any) -> Any:
+        rows = padding_rows.here(self, len(activation)) if padding_rows.at_work else None
+        if rows is None:
+            return original(self, activation, load_balancing_loss_func)
+        loss = load_balancing_loss_func
+        if "routing_map" in loss.keywords:  # the one in use in 0.12
+            kept = loss.keywords["routing_map"] & rows.real
+            loss = functools.partial(loss, routing_map=kept)
+
+        def scaled(**kwargs: Any) -> Any:
+            group = kwargs.get("sequence_partition_group")
+            out = loss(**kwargs)
+            return out * rows.scale(rows.total(group), 1 if group is None else group.size())
+
+        names = _scaled_by_tokens(self, original, rows)
+        return with_globals(original, names)(self, activation, scaled)
+
+    return apply
+
+
+def _tokens_per_expert(original: Callable[..., Any]) -> Callable[..., Any]:
+    """0.12 counts the choices in use, before capacity drops any, inside its top-k function."""
+    from replay_patch.replay import padding_rows
+    from replay_patch.replay.padding_rows import SumOfRows
+
+    def aux_loss_load_balancing(self: Any, logits: Any) -> Any:
+        rows = padding_rows.here(self, len(logits)) if padding_rows.at_work else None
+        if rows is None:
+            return original(self, logits)
+        topk = _names(original)["topk_softmax_with_capacity"]
+
+        def of_real_rows(*args: Any, **kwargs: Any) -> Any:
+            with SumOfRows(rows):
+                return topk(*args, **kwargs)
+
+        names = {"topk_softmax_with_capacity": of_real_rows}
+        return with_globals(original, names)(self, logits)
+
+    return aux_loss_load_balancing
+
+
+def _scaled_by_tokens(router: Any, original: Any, rows: Any) -> dict[str, Any]:
+    """With a loss per token the release multiplies by all rows; it has to be by the real ones."""
+    if not router.calculate_per_token_loss:
+        return {}
+    scaler = _names(original)["MoEAuxLossAutoScaler"]
+
+    def apply(activation: Any, loss: Any) -> Any:
+        return scaler.apply(activation, loss * (rows.count / rows.number))
+
+    return {"MoEAuxLossAutoScaler": SimpleNamespace(apply=apply)}
+
+
+def _names(function: Any) -> dict[str, Any]:
+    inner: Any = inspect.unwrap(function)
+    names: dict[str, Any] = inner.__globals__
+    return names
+
+
+PATCH = Patch(
+    name="padding_mask",
+    targets=(
+        f"{_MODEL}.forward",
+        f"{_MODEL}.build_schedule_plan",
+        f"{_ROUTER}.forward",
+        f"{_ROUTER}.apply_z_loss",
+        *(f"{_ROUTER}.{name}" for name in _LOSSES),
+        f"{_ROUTER}.attach_and_log_load_balancing_loss",
+        f"{_ROUTER}.apply_load_balancing_loss",
+        f"{_ROUTER}.{_SCORES}",
+        f"{_ROUTER}.aux_loss_load_balancing",
+    ),
+    modules=(_MODULE,),
+    why=(
+        "Before 0.16 padding counts: in the expert bias, the z-loss and the auxiliary losses, "
+        "which then balance experts for tokens that are none."
+    ),
+    how=(
+        "GPTModel and TopKRouter take `padding_mask`. The mask goes from the model's call to its "
+        "routers, also those of a recompute, through `replay_patch.replay.mask_tracker`; no layer "
+        "between them is touched. With a mask the release's own loss code runs on scores and maps "
+        "whose rows of padding are zero, and its result is scaled to the number of real rows; "
+        "z-loss runs on the real rows; what the expert bias counts is summed again. Without one, "
+        "each is the original."
+    ),
+    upstream="Megatron-LM 0.16.0 takes it",
+    remove_when="0.15 is no longer supported",
+    needed=_needed,
+    apply=_apply,
+)

@@ -1,0 +1,58 @@
+"""A padding mask fits the hidden states of each MoE layer, and is cut for it once (0.16 on)."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "megatron.core.transformer.moe.moe_layer"
+_TARGET = f"{_MODULE}:MoELayer.forward"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    takes = "padding_mask" in probe.parameters(_TARGET)
+    return takes, f"MoELayer.forward takes {'a' if takes else 'no'} padding_mask"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap(Probe().find(f"{_MODULE}:MoELayer"), "forward", _fitting)
+
+
+def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.replay import padding_rows
+
+    place = list(inspect.signature(original).parameters).index("padding_mask") - 2
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("padding_mask") is not None:
+            mask = kwargs["padding_mask"]
+            kwargs["padding_mask"] = padding_rows.of_layer(self, mask, hidden_states)
+        elif len(args) > place and args[place] is not None:
+            mask = padding_rows.of_layer(self, args[place], hidden_states)
+            args = (*args[:place], mask, *args[place + 1 :])
+        return original(self, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+PATCH = Patch(
+    name="padding_mask_shape",
+    targets=(_TARGET,),
+    modules=("megatron.core.transformer.moe.router", _MODULE),  # 0.12 ... 0.14 may import one only
+    why=(
+        "GPTModel cuts the mask for sequence parallelism only where it embeds tokens: later "
+        "pipeline stages and hybrid models hand the whole one to routers that hold a part of the "
+        "rows. Another shape is an error deep in a loss, or none at all."
+    ),
+    how=(
+        "`MoELayer.forward` takes this rank's part of a mask that is as long as the rows of all "
+        "tensor-parallel ranks, leaves one of the right shape alone, and refuses any other."
+    ),
+    upstream="none",
+    remove_when="every model cuts the mask itself",
+    needed=_needed,
+    apply=_apply,
+)

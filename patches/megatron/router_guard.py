@@ -1,0 +1,81 @@
+"""A router that is built with replay on, where replay would be ignored, is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.errors import RouteError
+from replay_patch.megatron.ascend import refuse_features
+from replay_patch.megatron.config import replay_enabled
+from replay_patch.patching import activation
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "megatron.core.transformer.moe.router"
+_BASE = f"{_MODULE}:Router"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    return True, "no release looks whether replay can work"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap(Probe().find(_BASE), "__init__", _guarding)
+
+
+def _guarding(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if replay_enabled(self.config):
+            activation.require_replay(f"{type(self).__name__} with routing replay on")
+            refuse_unknown(type(self))
+            refuse_features(self.config)
+
+    return __init__
+
+
+def refuse_unknown(cls: Any) -> None:
+    """Raise RouteError for a router class with which replay would be ignored."""
+    if not issubclass(cls, Probe().find(f"{_MODULE}:TopKRouter")):
+        expected = "a TopKRouter"
+    elif not _reaches_ours(cls.forward):
+        expected = "its forward to call TopKRouter.forward"
+    else:
+        return
+    raise RouteError(
+        f"{Probe().megatron()}: router class {cls.__module__}.{cls.__qualname__} with routing "
+        f"replay on; expected {expected}, because replay would be ignored. Derive it so, or "
+        "switch replay off"
+    )
+
+
+def _reaches_ours(forward: Any) -> bool:
+    """Whether a router's forward is, or can call, the TopKRouter.forward that is patched."""
+    code = getattr(forward, "__code__", None)
+    return hasattr(forward, "__wrapped__") or (
+        code is not None
+        and "forward" in code.co_names
+        and ("__class__" in code.co_freevars or "TopKRouter" in code.co_names)
+    )
+
+
+PATCH = Patch(
+    name="router_guard",
+    targets=(f"{_BASE}.__init__",),
+    modules=(_MODULE,),
+    why=(
+        "Where another patch failed, is skipped or was overwritten, or the router is of a class "
+        "that bypasses Megatron's TopKRouter, a config with replay on would train with other "
+        "experts than the rollout's, and say nothing."
+    ),
+    how=(
+        "After `Router.__init__`, if the config has replay on: PatchNotActive unless all that "
+        "replay stands on is in place, RouteError for an unknown class, or for a feature of "
+        "MindSpeed's that is not replayed (docs/mindspeed.md)."
+    ),
+    upstream="none",
+    remove_when="never: it is what makes a failed patch loud",
+    needed=_needed,
+    apply=_apply,
+    vital=True,
+)

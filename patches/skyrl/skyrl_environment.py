@@ -1,0 +1,50 @@
+"""SkyRL hands our variables on to its Ray workers."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+from replay_patch.settings import PREFIX, variables
+
+_MODULE = "skyrl.train.utils.utils"
+_NAME = "prepare_runtime_environment"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    function = probe.find(f"{_MODULE}:{_NAME}")
+    if function is None:
+        return False, "this release makes no environment for its workers"
+    listed = PREFIX in inspect.unwrap(function).__code__.co_consts
+    return not listed, f"its list of what workers get {'has' if listed else 'lacks'} our variables"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _with_ours)
+
+
+def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_runtime_environment(*args: Any, **kwargs: Any) -> dict[str, str]:
+        return {**variables(), **original(*args, **kwargs)}
+
+    return prepare_runtime_environment
+
+
+PATCH = Patch(
+    name="skyrl_environment",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "Ray workers of a cluster that is running already have the environment of `ray start`, "
+        "and of the driver only what SkyRL lists: REPLAY_PATCH=1 before a launch command would "
+        "reach the driver alone, and the models would train without this plugin."
+    ),
+    how="What it returns, with the driver's REPLAY_PATCH* variables added.",
+    upstream="none",
+    remove_when="SkyRL hands on the driver's variables",
+    needed=_needed,
+    apply=_apply,
+)

@@ -1,0 +1,53 @@
+"""SkyRL's correction of the expert bias asks first whether there is anything to correct."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patches.megatron import expert_bias_mask
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+from replay_patch.patching.wrappers import module_of
+
+_MODULE = "skyrl.backends.skyrl_train.utils.replay_utils"
+_NAME = "patch_topk_router_expert_bias_padding_mask"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    has_it = probe.find(f"{_MODULE}:{_NAME}") is not None
+    return has_it, f"this release {'corrects' if has_it else 'does not touch'} the expert bias"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _unless_right)
+
+
+def _unless_right(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unless_right(*args: Any, **kwargs: Any) -> None:
+        ours = module_of(Probe().find(_ROUTER)) == expert_bias_mask.__name__
+        if not ours and expert_bias_mask.PATCH.needed(Probe())[0]:
+            original(*args, **kwargs)
+
+    return unless_right
+
+
+PATCH = Patch(
+    name="skyrl_expert_bias",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "It gives `_apply_expert_bias` every mask as [tokens, 1]. A Megatron that does so itself "
+        "(its main branch) makes that [tokens, 1, 1], allocates tokens x tokens x experts, and "
+        "fails. In no SkyRL release yet, but on its main branch."
+    ),
+    how=(
+        "It runs only where a call with two tokens and three experts counts wrongly: not where "
+        "Megatron, or the patch `expert_bias_mask`, has done the same already."
+    ),
+    upstream="none",
+    remove_when="SkyRL asks before it patches",
+    needed=_needed,
+    apply=_apply,
+)

@@ -1,0 +1,48 @@
+"""verl hands our variables on to its Ray workers."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+from replay_patch.settings import PREFIX, variables
+
+_MODULE = "verl.trainer.constants_ppo"
+_NAME = "get_ppo_ray_runtime_env"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    made = getattr(probe.find(f"{_MODULE}:{_NAME}"), "__code__", None)
+    lacks = made is not None and PREFIX not in made.co_consts
+    return lacks, f"what it gives to workers {'lacks' if lacks else 'has'} our variables"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _with_ours)
+
+
+def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_ppo_ray_runtime_env(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        made: dict[str, Any] = original(*args, **kwargs)
+        return {**made, "env_vars": {**variables(), **made.get("env_vars", {})}}
+
+    return get_ppo_ray_runtime_env
+
+
+PATCH = Patch(
+    name="verl_environment",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "Ray workers of a cluster that is running already have the environment of `ray start`, "
+        "and of the driver only what verl lists: REPLAY_PATCH=1 before a launch command would "
+        "reach the driver alone, and the models would train without this plugin."
+    ),
+    how="What it returns, with the driver's REPLAY_PATCH* variables added.",
+    upstream="none",
+    remove_when="verl hands on the driver's variables",
+    needed=_needed,
+    apply=_apply,
+)

@@ -1,0 +1,73 @@
+"""Settings of verl with which R2 cannot work are refused before anything is started."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.errors import SettingsError
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "verl.utils.config"
+_NAME = "validate_config"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    names = probe.find(f"{_MODULE}:{_NAME}").__code__.co_names
+    return "enable_rollout_routing_replay" not in names, f"{_NAME} does not ask for the R2 sources"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _validated)
+
+
+def _validated(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if "R2" in _modes(config.actor_rollout_ref.actor):
+            correction = config.algorithm.get("rollout_correction") or {}
+            if correction.get("bypass_mode"):
+                _refuse(
+                    "algorithm.rollout_correction.bypass_mode=True",
+                    "it leaves out the pass that records the routes. Set bypass_mode=False, or "
+                    "router_replay.mode=R3",
+                )
+            if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
+                _refuse(
+                    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+                    "the routes of the rollout would be in the place of the recorded ones. Set it "
+                    "to False, or router_replay.mode=R3",
+                )
+        return original(config, *args, **kwargs)
+
+    return validate_config
+
+
+def _modes(actor: Any) -> set[Any]:
+    """Replay modes of the actor: its own (0.7, 0.8), and its engine's (0.7.1 on)."""
+    places = (actor, actor.get(actor.get("strategy") or "megatron"))
+    found = [(place.get("router_replay") or {}).get("mode") for place in places if place]
+    return set(found)
+
+
+def _refuse(setting: str, why: str) -> None:
+    raise SettingsError(f"verl: router_replay.mode=R2 with {setting}: {why}")
+
+
+PATCH = Patch(
+    name="verl_replay_config",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "R2 replays what the old-log-prob pass has recorded. With `bypass_mode` there is no such "
+        "pass, and the first update fails (from 0.9 on verl refuses it). With "
+        "`enable_rollout_routing_replay` the rollout's routes are in the batch: up to 0.8 verl "
+        "fails when it joins the recorded ones; 0.9 records nothing, and replays the rollout's "
+        "without the mask that R3 has for rows that were not captured."
+    ),
+    how=f"Before `{_NAME}`, wherever it is bound, both are refused with R2.",
+    upstream="https://github.com/verl-project/verl/pull/7805",
+    remove_when="verl refuses both",
+    needed=_needed,
+    apply=_apply,
+)

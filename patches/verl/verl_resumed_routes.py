@@ -1,0 +1,71 @@
+"""Routes of generations that verl aborted and resumed, each at its own token."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_NAME = "FullyAsyncLLMServerClient"
+_MODULES = (
+    "verl.experimental.fully_async_policy.fully_async_rollouter",  # 0.8
+    "verl.workers.rollout.llm_server",  # 0.9
+)
+
+
+def _client(probe: Probe) -> Any:
+    found = [probe.find(f"{module}:{_NAME}") for module in _MODULES]
+    return next((cls for cls in found if cls is not None), None)
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    method = vars(_client(probe) or object).get("generate")
+    code = getattr(method and inspect.unwrap(method), "__code__", None)
+    merges = "routed_experts" in getattr(code, "co_names", ())
+    return merges, f"{_NAME} {'puts' if merges else 'does not put'} rows together by their number"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap(_client(Probe()), "generate", _by_token)
+
+
+def _by_token(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.routes.trajectory import Trajectory, current, flat
+
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = current.get()
+        if whole is None:
+            return await original(self, *args, **kwargs)
+        part = Trajectory(whole.name, whole.unwanted, merged_by_caller=True)
+        before = current.set(part)
+        try:
+            output = await original(self, *args, **kwargs)
+        finally:
+            current.reset(before)
+        whole.extend(part)
+        output.routed_experts = part.routes([*flat(kwargs["prompt_ids"]), *output.token_ids])
+        return output
+
+    return generate
+
+
+PATCH = Patch(
+    name="verl_resumed_routes",
+    targets=tuple(f"{module}:{_NAME}.generate" for module in _MODULES),
+    modules=_MODULES,
+    why=(
+        "A resumed generation returns rows for the whole sequence, and verl appends as many of the "
+        "last as there are new tokens. 0.8.0 fails on vLLM's arrays (`torch.cat`); with 0.9 one "
+        "call without routes shifts all rows after it to other tokens, silently."
+    ),
+    how=(
+        "The rows of all calls of one generation are put together by token, as in "
+        "`verl_rollout_routes`; verl's own merging gets none."
+    ),
+    upstream="https://github.com/volcengine/verl/pull/6046",
+    remove_when="verl puts rows at tokens, not behind each other",
+    needed=_needed,
+    apply=_apply,
+)

@@ -1,0 +1,139 @@
+"""verl's helpers find the routers of a stage by their layers, not by places in a list."""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from replay_patch.errors import RouteError
+from replay_patch.megatron.config import replay_enabled
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "verl.utils.megatron.router_replay_utils"
+_LIST = f"{_MODULE}:RouterReplayHelper.get_micro_batch_router_list"
+_SET = f"{_MODULE}:set_router_replay_data"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    helper = probe.find(_LIST)
+    code = getattr(getattr(helper, "__func__", helper), "__code__", None)
+    positional = code is not None and "router_instances" in code.co_names
+    return positional, f"the helper {'slices' if positional else 'does not slice'} a list"
+
+
+def _apply(transaction: Transaction) -> None:
+    helper = Probe().find(f"{_MODULE}:RouterReplayHelper")
+    transaction.wrap(helper, "get_micro_batch_router_list", _by_layer)
+    code = inspect.unwrap(Probe().find(_SET)).__code__
+    if "index_by_layer" not in code.co_varnames:  # 0.7.0
+        module = sys.modules[_MODULE]
+        transaction.set(module, "set_router_replay_data", _in_its_order(module))
+
+
+def _layers(tf_config: Any, vp_rank: int | None) -> tuple[int, ...]:
+    """The MoE layers of this stage; verl's `vp_rank` may be None, and 0 without virtual stages."""
+    from replay_patch.megatron.routers import local_layers
+
+    virtual = getattr(tf_config, "virtual_pipeline_model_parallel_size", None)
+    return local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
+
+
+_running: ContextVar[list[Any] | None] = ContextVar("replay objects of a model", default=None)
+
+
+@contextlib.contextmanager
+def running(chunks: Sequence[Any]) -> Iterator[None]:
+    """Here the helpers mean the decoder of this model; else the only one with replay on."""
+    from replay_patch.megatron.routers import decoder_routers
+
+    found = [r.router_replay for chunk in chunks for r in decoder_routers(chunk).values()]
+    token = _running.set([entry for entry in found if entry is not None])
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    from replay_patch.replay import router_replay
+
+    def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
+        if not replay_enabled(tf_config):  # a critic or reference, beside an actor of other layers
+            return []
+        entries = _running.get()
+        if entries is None:
+            entries = [e for e in router_replay.instances() if not e.mtp_depth]
+        if not entries:
+            return []
+        layers = _layers(tf_config, vp_rank)
+        by_layer: dict[int, list[Any]] = {}
+        for entry in entries:
+            by_layer.setdefault(entry.layer_number, []).append(entry)
+        wrong = {n: len(by_layer.get(n, ())) for n in layers if len(by_layer.get(n, ())) != 1}
+        if wrong:
+            raise RouteError(
+                f"{Probe().megatron()}, verl: the layers of this stage are {layers}, and of these "
+                f"have another number of routers with replay on than one: {wrong} (layer: "
+                "routers); expected one model with replay on in a process of this verl, which "
+                "asks for routers without saying of which model. Switch replay off for the others "
+                "(reference, critic), or put them into other processes"
+            )
+        return [by_layer[number][0] for number in layers]
+
+    return get_micro_batch_router_list
+
+
+def _in_its_order(module: Any) -> Callable[..., None]:
+    """For 0.7.0, which takes layer i + (layers before this stage) of the data for router i."""
+    from replay_patch.megatron.routers import moe_layers
+
+    original = module.set_router_replay_data
+
+    @functools.wraps(original, updated=())
+    def set_router_replay_data(
+        layers_topk_idx: Any, attention_mask: Any, tf_config: Any, vp_rank: int | None = None
+    ) -> None:
+        held = int(layers_topk_idx.shape[2])
+        all_moe = moe_layers(tf_config)
+        axis = list(range(1, int(tf_config.num_layers) + 1))
+        if held != len(axis):
+            axis = list(all_moe)
+        if held != len(axis):
+            raise RouteError(
+                f"{Probe().megatron()}, verl: routes of {held} layers; expected all "
+                f"{tf_config.num_layers}, or the {len(all_moe)} MoE layers"
+            )
+        layers = _layers(tf_config, vp_rank)
+        start = module.get_current_rank_layer_info(tf_config, vp_rank)["start"]
+        places = [0] * start + [axis.index(number) for number in layers]
+        original(layers_topk_idx[:, :, places], attention_mask, tf_config, vp_rank)
+
+    return set_router_replay_data
+
+
+PATCH = Patch(
+    name="verl_router_lists",
+    targets=(_LIST, _SET),
+    modules=(_MODULE,),
+    why=(
+        "verl slices the list of all routers by layer counts: with routers of another model, of a "
+        "decoder that was built twice or of MTP blocks in it, every router gets another layer's "
+        "experts, and 0.7 and 0.8 do not notice. 0.7.0 also counts dense layers as routers, and "
+        "takes the routes of the layers in front of the stage's."
+    ),
+    how=(
+        "`get_micro_batch_router_list` picks the routers whose layer numbers are those of "
+        "`local_layers`: of the model whose pass is running (verl_engine_pass), else of all that "
+        "there are, and refuses if a layer has none or several. On 0.7.0 the layer axis of "
+        "the routes is put into the order in which `set_router_replay_data` reads it."
+    ),
+    upstream="none",
+    remove_when="no supported verl goes by places in a list",
+    needed=_needed,
+    apply=_apply,
+)

@@ -1,0 +1,45 @@
+"""verl's way from padded to packed sequences keeps the -1 of tokens without a route."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.rebinding import Instead, with_globals
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "verl.workers.utils.padding"
+_NAME = "left_right_2_no_padding"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    code = getattr(probe.find(f"{_MODULE}:{_NAME}"), "__code__", None)
+    narrows = code is not None and "uint8" in code.co_names
+    return narrows, f"{_NAME} {'makes ids uint8' if narrows else 'leaves ids as they are'}"
+
+
+def _apply(transaction: Transaction) -> None:
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _signed)
+
+
+def _signed(original: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    return with_globals(original, {"torch": Instead(torch, uint8=torch.int32)})
+
+
+PATCH = Patch(
+    name="verl_uncaptured_rows",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "verl 0.7.1 and 0.8 make routes uint8 if no id is above 255: the -1 of a token without a "
+        "route (verl_rollout_routes) becomes 255, which is no expert, or, of 256, another one."
+    ),
+    how="The function is verl's own; in it `torch.uint8` means int32, which NCCL can send.",
+    upstream="none",
+    remove_when="verl 0.8 is no longer supported",
+    needed=_needed,
+    apply=_apply,
+)

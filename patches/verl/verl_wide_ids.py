@@ -1,0 +1,35 @@
+"""Ids recorded by verl's helper keep their value above 256 experts."""
+
+from replay_patch.patches.verl.verl_engine_pass import casts_to_uint8, wide_ids
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+
+_MODULE = "verl.utils.megatron.router_replay_utils"
+_NAME = "merge_router_topk_indices"
+
+
+def _needed(probe: Probe) -> tuple[bool, str]:
+    narrow = casts_to_uint8(probe.find(f"{_MODULE}:{_NAME}"))
+    return narrow, f"{_NAME} casts {'' if narrow else 'not '}to uint8"
+
+
+def _apply(transaction: Transaction) -> None:
+    original = Probe().find(f"{_MODULE}:{_NAME}")
+    transaction.set_everywhere(_NAME, original, wide_ids(original))
+
+
+PATCH = Patch(
+    name="verl_wide_ids",
+    targets=(f"{_MODULE}:{_NAME}",),
+    modules=(_MODULE,),
+    why=(
+        "Before 0.9 recorded ids are cast to uint8: with more than 256 experts (Kimi K2, "
+        "Qwen3-Next) expert 300 becomes 44 in the replay, and nothing says so."
+    ),
+    how="With more than 256 experts `torch.uint8` means int32 in the function.",
+    upstream="verl commit bf48903d9 (0.9)",
+    remove_when="verl 0.8 is no longer supported",
+    needed=_needed,
+    apply=_apply,
+)

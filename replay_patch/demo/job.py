@@ -1,0 +1,230 @@
+"""The demo itself, in a process of its own: `python -m replay_patch.demo.job --out FILE`.
+
+A tiny mixture-of-experts GPT of a real Megatron-core, with random weights. Its bf16 copy plays the
+rollout engine and writes responses, and what each of its routers chose is recorded. The fp32
+original is the trainer: it takes the same policy-gradient steps on those responses twice, choosing
+experts anew and replaying the recorded choices. Everything reported is read off the routers' own
+outputs and the models' own log-probabilities.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import replay_patch
+from replay_patch.demo.rollout import (
+    SIZES,
+    Rollout,
+    Sizes,
+    as_map,
+    build,
+    positions,
+    replays,
+    roll_out,
+    stacked,
+    watch,
+)
+from replay_patch.errors import ReplayPatchError
+from replay_patch.matrix import cpu, tiny
+
+PROGRESS = "demo> "
+"""How a line starts that is meant for the user; `replay_patch.demo.run` passes these on."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the demo and write its result as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m replay_patch.demo.job")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--megatron", type=Path, help="the folder megatron must come from")
+    args = parser.parse_args(argv)
+    try:
+        if args.megatron is not None:
+            _check_origin(args.megatron)
+        args.out.write_text(json.dumps(run(args.seed)))
+    except ReplayPatchError as error:
+        parser.exit(1, f"{error}\n")
+
+
+def run(seed: int, sizes: Sizes = SIZES) -> dict[str, Any]:
+    """Roll out once, train without and with replay from the same weights, and compare.
+
+    Returns:
+        Plain JSON types; see `replay_patch.demo.run.run_demo`.
+
+    Raises:
+        ReplayPatchError: a captured decision was not replayed exactly.
+    """
+    replay_patch.activate()
+    cpu.install()
+    tiny.init(seed=seed)
+    import torch
+    from megatron.core.package_info import __version__ as release
+
+    trainer = build(sizes, seed, torch.float32)
+    engine = build(sizes, seed, torch.bfloat16)
+    start = {name: weight.detach().clone() for name, weight in trainer.named_parameters()}
+    _copy(start, engine)  # rounds to bf16
+
+    generator = torch.Generator().manual_seed(seed)
+    _say(f"Megatron-core {release}: {sizes.sequences} responses from the bf16 rollout engine")
+    rollout = roll_out(engine, sizes, generator)
+    advantages = torch.randn(sizes.sequences, generator=generator)
+    advantages = (advantages - advantages.mean()) / advantages.std()
+
+    measured, losses = {}, {}
+    for name, replay in (("without_replay", False), ("with_replay", True)):
+        _say(f"{sizes.steps} training steps in fp32 {name.replace('_', ' ')}")
+        _copy(start, trainer)
+        measured[name], losses[name] = train(trainer, rollout, advantages, sizes, replay)
+    tiny.shutdown()
+    return {
+        "megatron": release,
+        "seed": seed,
+        "tokens": rollout.tokens.numel(),
+        "layers": sizes.layers,
+        "captured": float(rollout.captured.double().mean()),
+        **measured,
+        "loss": losses,
+        "sizes": asdict(sizes),
+        "torch": torch.__version__,
+    }
+
+
+def train(
+    model: Any, rollout: Rollout, advantages: Any, sizes: Sizes, replay: bool
+) -> tuple[dict[str, float], list[float]]:
+    """A few policy-gradient steps through Megatron's own schedule.
+
+    Returns:
+        The four measures of the first step, where trainer and rollout have the same weights, and
+        the loss of every step.
+    """
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    maps = watch(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=sizes.learning_rate)
+    sampled = rollout.tokens[:, sizes.prompt :, None]
+    old = rollout.log_probs.gather(-1, sampled)[..., 0]
+    seen: list[tuple[Any, Any]] = []  # routing maps and log-probs, by microbatch
+
+    def forward_step(parts: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        part = next(parts)
+        tokens = rollout.tokens[part]
+        for layer, entry in enumerate(replays(model)):
+            entry.clear_indices()
+            entry.clear_router_replay_action()
+            if replay:
+                target = rollout.routes[:, part, layer].reshape(-1, sizes.topk)
+                entry.set_target_indices(target)
+                entry.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        logits = model(tokens, positions(tokens), None)
+        routing = stacked(maps).view(sizes.length, len(tokens), sizes.layers, sizes.experts)
+
+        def loss_of(logits: Any) -> tuple[Any, dict[str, Any]]:
+            new = logits[:, sizes.prompt - 1 : -1].float().log_softmax(-1)
+            seen.append((routing, new.detach()))
+            ratio = (new.gather(-1, sampled[part])[..., 0] - old[part]).exp()
+            loss = -(ratio * advantages[part, None]).mean()
+            return loss, {"loss": loss.detach()}
+
+        return logits, loss_of
+
+    width = sizes.sequences // sizes.microbatches
+    parts = [slice(i * width, (i + 1) * width) for i in range(sizes.microbatches)]
+    losses: list[float] = []
+    first: dict[str, float] = {}
+    for step in range(sizes.steps):
+        seen.clear()
+        optimizer.zero_grad()
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(parts),
+            model=model,
+            num_microbatches=sizes.microbatches,
+            seq_length=sizes.length,
+            micro_batch_size=width,
+            forward_only=False,
+        )
+        optimizer.step()
+        losses.append(sum(float(output["loss"]) for output in outputs) / len(outputs))
+        routing, log_probs = _joined(seen)
+        if (routing.sum(-1) != sizes.topk).any():
+            raise ReplayPatchError(f"demo: a token did not get {sizes.topk} different experts")
+        measured = compare(rollout, routing, log_probs, sizes)
+        if replay and measured["router_decisions_differ"] != 0:
+            raise ReplayPatchError(
+                f"demo: replay did not hold: in training step {step + 1}, "
+                f"{measured['router_decisions_differ']:.2%} of the captured router decisions "
+                "differ from the rollout's; expected none"
+            )
+        first = first or measured
+    for entry in replays(model):
+        entry.clear_indices()
+        entry.clear_router_replay_action()
+    return first, losses
+
+
+def compare(rollout: Rollout, routing: Any, log_probs: Any, sizes: Sizes) -> dict[str, float]:
+    """The four measures of the demo.
+
+    Args:
+        rollout: what was sampled and captured.
+        routing: bool [S, B, layers, experts], the trainer's routing maps.
+        log_probs: float32 [B, S - prompt, vocabulary], the trainer's.
+        sizes: of the job.
+    """
+    differs = (routing != as_map(rollout.routes, sizes.experts)).any(-1)[rollout.captured]
+    theirs, ours = rollout.log_probs.double(), log_probs.double()
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1)  # KL(rollout || trainer), exactly
+    sampled = rollout.tokens[:, sizes.prompt :, None]
+    ratio = (theirs.gather(-1, sampled) - ours.gather(-1, sampled)).abs().exp()
+    return {
+        "router_decisions_differ": float(differs.double().mean()),
+        "tokens_differ": float(differs.any(-1).double().mean()),
+        "kl": float(divergence.mean()),
+        "extreme_tokens": float((ratio > 2).double().mean()),
+    }
+
+
+def _joined(seen: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    import torch
+
+    routing, log_probs = zip(*seen, strict=True)
+    return torch.cat(routing, dim=1), torch.cat(log_probs)
+
+
+def _copy(weights: dict[str, Any], model: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(weights[name])
+
+
+def _check_origin(folder: Path) -> None:
+    """A `megatron/__init__.py` anywhere on sys.path wins over a release, which has none."""
+    spec = importlib.util.find_spec("megatron")
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    found = Path(places[0]).absolute().parent if places else None
+    if found != folder.absolute():
+        raise ReplayPatchError(
+            f"demo: megatron is taken from {found}, expected from {folder}; remove the other one "
+            "from PYTHONPATH, or uninstall it"
+        )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{PROGRESS}{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Which router is which: the routers that a model really runs, and the layers of a stage.
+
+Nothing here keeps a router alive, or goes by a position in a list.
+"""
+
+import inspect
+import re
+import sys
+from typing import Any
+
+from replay_patch.errors import LayoutError
+from replay_patch.megatron.layer_placement import (
+    Placement,
+    moe_layers,
+    pipeline_size,
+    placement,
+    virtual_size,
+)
+from replay_patch.patching.wrappers import module_of
+
+__all__ = ["decoder_routers", "local_layers", "moe_layers", "routers"]
+
+_MTP_BLOCK = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)(?:\.|$)")
+
+
+def routers(chunk: Any) -> dict[tuple[int, int], Any]:
+    """The `TopKRouter`s that are attached to a model now, by (layer_number, mtp_depth).
+
+    Depth 0 is the decoder, else the place of the block in `mtp.layers`, from 1. (Layer numbers
+    alone are ambiguous: those of MTP blocks start again at 1 on most releases.) Routers of a
+    decoder that was built and replaced are not attached, and a router reached twice is one. Where
+    a wrapper has a `language_model`, only routers inside of it count.
+
+    Args:
+        chunk: a model, or one chunk of it; wrapped or not.
+
+    Raises:
+        LayoutError: two routers with the same key (it names both), or one without a number.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    modules = dict(chunk.named_modules())
+    if any(_in_language_model(path) for path in modules):
+        modules = {path: m for path, m in modules.items() if _in_language_model(path)}
+    paths: dict[tuple[int, int], str] = {}
+    for path, module in modules.items():
+        if not isinstance(module, TopKRouter):
+            continue
+        number = module.layer_number
+        if number is None:
+            raise LayoutError(
+                f"the router {path} of {type(chunk).__name__} has layer_number None: expected "
+                "Megatron's number; call set_layer_number() where the layer is built"
+            )
+        block = _MTP_BLOCK.search(path)
+        key = int(number), int(block[1]) + 1 if block else 0
+        if key in paths:
+            raise LayoutError(
+                f"two routers of {type(chunk).__name__} are layer {key[0]}"
+                f"{f' of MTP block {key[1]}' if block else ''}: {paths[key]} and {path}; expected "
+                "one decoder in a model. Pass the part of the model that is to be replayed"
+            )
+        paths[key] = path
+    return {key: modules[paths[key]] for key in sorted(paths, key=lambda k: (k[1], k[0]))}
+
+
+def decoder_routers(chunk: Any) -> dict[int, Any]:
+    """The routers of the decoder, by layer number, in order; see `routers`."""
+    return {number: router for (number, depth), router in routers(chunk).items() if not depth}
+
+
+def local_layers(
+    config: Any, *, pp_rank: int | None = None, vp_stage: int | None = None
+) -> tuple[int, ...]:
+    """The MoE layers of the decoder that a pipeline stage holds, as `layer_number` counts: from 1.
+
+    Where the config lists the layers of each stage (`pipeline_model_parallel_layout`, MindSpeed's
+    `pipeline_num_transformer_layers`) it is read. Otherwise the layers follow from the config's
+    fields, and are compared with what the installed `get_transformer_layer_offset` and
+    `get_num_layers_to_build` say, as far as these can be asked: they may be somebody else's.
+
+    Args:
+        config: a TransformerConfig.
+        pp_rank: the pipeline rank in question; None: this process's, which needs process groups.
+        vp_stage: the virtual stage, where the config has some.
+
+    Raises:
+        LayoutError: the stage is not said, does not exist, or is not known for sure.
+    """
+    rank, stage = _stage(config, pp_rank, vp_stage)
+    before, count = _layers_of(config, rank, stage)
+    held = range(before + 1, before + count + 1)
+    return tuple(number for number in moe_layers(config) if number in held)
+
+
+# --- the stage in question ----------------------------------------------------------------------
+
+
+def _stage(config: Any, pp_rank: int | None, vp_stage: int | None) -> tuple[int, int]:
+    if not hasattr(config, "num_layers"):
+        raise LayoutError(f"config is a {type(config).__name__}: expected a TransformerConfig")
+    for name, given in (("pp_rank", pp_rank), ("vp_stage", vp_stage)):
+        if given is not None and not hasattr(given, "__index__"):
+            raise LayoutError(f"{name} is {given!r}: expected an integer, or None")
+    ranks, stages = pipeline_size(config), virtual_size(config)
+    here = _here(config)
+    if pp_rank is None:
+        if here is None:
+            raise LayoutError(
+                "local_layers(config) asks for this process's pipeline rank, and parallel_state "
+                f"has none of {ranks}: expected initialize_model_parallel() before, with the sizes "
+                "of the config; or say pp_rank=..."
+            )
+        if vp_stage is None and stages > 1:
+            vp_stage = here[1]
+        pp_rank = here[0]
+    if stages > 1 and vp_stage is None:
+        raise LayoutError(
+            f"pipeline rank {pp_rank} holds {stages} virtual stages: say which, "
+            f"vp_stage=0 ... {stages - 1}"
+        )
+    vp_stage = vp_stage or 0
+    if not (0 <= pp_rank < ranks and 0 <= vp_stage < stages):
+        raise LayoutError(
+            f"there is no stage pp_rank={pp_rank}, vp_stage={vp_stage}: this config has {ranks} "
+            f"pipeline ranks with {stages} virtual stages each"
+        )
+    return pp_rank, vp_stage
+
+
+def _here(config: Any) -> tuple[int, int | None] | None:
+    """(pp_rank, vp_stage) of this process, if its process groups are those of the config.
+
+    The virtual stage is None where parallel_state does not say it (from 0.13 on nobody sets it).
+    """
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None:
+        return None
+    try:
+        # Not 0 with an encoder on pipeline ranks of its own. (The getter of 0.13 warns each time.)
+        start = getattr(state, "_PIPELINE_MODEL_PARALLEL_DECODER_START", None)
+        virtual = state.get_virtual_pipeline_model_parallel_world_size() or 1
+        sizes = state.get_pipeline_model_parallel_world_size(), virtual
+        rank = int(state.get_pipeline_model_parallel_rank())
+    except (AssertionError, AttributeError, RuntimeError, ValueError):  # not initialised
+        return None
+    if start or sizes != (pipeline_size(config), virtual_size(config)):
+        return None
+    return rank, state.get_virtual_pipeline_model_parallel_rank() if virtual > 1 else 0
+
+
+# --- config and helpers -------------------------------------------------------------------------
+
+
+def _layers_of(config: Any, rank: int, stage: int) -> tuple[int, int]:
+    """(layers before the stage, layers of the stage): what config and helpers agree on."""
+    planned, reason = None, ""
+    try:
+        planned = placement(config)
+    except LayoutError as error:
+        reason = str(error)
+    if planned is not None and planned.listed:
+        return planned.of(rank, stage)
+    said = _said(config, rank, stage)
+    if planned is not None and said in (None, planned.of(rank, stage)):
+        return planned.of(rank, stage)
+    if said is not None and _whole_by_helpers(config):
+        return said
+    if planned is None:
+        raise LayoutError(reason)
+    if _known_wrong(config, planned, rank, stage, said):
+        return planned.of(rank, stage)
+    raise LayoutError(
+        f"pipeline rank {rank}, virtual stage {stage}: the installed helpers ({_names()}) say "
+        f"(offset, layers) = {said}, and the config means {planned.of(rank, stage)}: expected the "
+        "same, as the model is built by the helpers. Remove what replaces them, or list the layers "
+        "of each stage in pipeline_model_parallel_layout"
+    )
+
+
+def _said(config: Any, rank: int, stage: int) -> tuple[int, int] | None:
+    """What the installed helpers answer for the stage; None if they cannot be asked about it."""
+    answers = []
+    for helper in _helpers():
+        if helper is None:
+            return None
+        answer = _ask(helper, config, rank, stage)
+        if answer is None:
+            return None
+        answers.append(answer)
+    return answers[0], answers[1]
+
+
+def _helpers() -> list[Any]:
+    """As they are bound now. Not imported: whoever replaces one, or builds a model, has done it."""
+    folder = "megatron.core.transformer"
+    return [
+        getattr(
+            sys.modules.get(f"{folder}.transformer_layer"), "get_transformer_layer_offset", None
+        ),
+        getattr(sys.modules.get(f"{folder}.transformer_block"), "get_num_layers_to_build", None),
+    ]
+
+
+def _ask(helper: Any, config: Any, rank: int, stage: int) -> int | None:
+    """By the parameters that it has at this moment: MindSpeed's have none but the config."""
+    here = _here(config)
+    virtual = virtual_size(config) > 1
+    try:
+        parameters = _parameters(helper)
+        passed: dict[str, int | None] = {}
+        if "pp_rank" in parameters:
+            passed["pp_rank"] = rank
+        elif here is None or here[0] != rank:
+            return None
+        if "vp_stage" in parameters:
+            passed["vp_stage"] = stage if virtual else None
+        elif virtual and (here is None or here[1] != stage):
+            return None
+        return int(helper(config, **passed))
+    except Exception:  # noqa: BLE001 - it wants process groups, or more than its signature says
+        return None
+
+
+def _parameters(helper: Any) -> Any:
+    """What it takes by name. A stranger's wrapper says the names of what it wraps (functools.wraps
+    copies them), and takes these only if it hands on any keyword."""
+    code = getattr(helper, "__code__", None)
+    known = module_of(helper).partition(".")[0] in ("megatron", "replay_patch")
+    if code is None or known or code.co_flags & inspect.CO_VARKEYWORDS:
+        return inspect.signature(helper).parameters
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _whole_by_helpers(config: Any) -> bool:
+    """Whether the helpers, asked about all stages, say where each layer is, once and in order."""
+    expected = 0
+    for stage in range(virtual_size(config)):
+        for rank in range(pipeline_size(config)):
+            said = _said(config, rank, stage)
+            if said is None or said[0] != expected or said[1] < 0:
+                return False
+            expected += said[1]
+    return expected == int(config.num_layers)
+
+
+def _known_wrong(
+    config: Any, planned: Placement, rank: int, stage: int, said: tuple[int, int] | None
+) -> bool:
+    """0.12 and 0.13, virtual stages, only the last rank's layers given: offsets overlap there.
+
+    Megatron-LM issue 1584. With the patch `layer_helpers` the helper itself is right.
+    """
+    uneven = (
+        getattr(config, "num_layers_in_first_pipeline_stage", None) is None
+        and getattr(config, "num_layers_in_last_pipeline_stage", None) is not None
+    )
+    if not uneven or virtual_size(config) == 1 or said is None:
+        return False
+    missing = planned.counts[0][0]  # it leaves out the layers of a first rank with a given count
+    return (said[0] + missing, said[1]) == planned.of(rank, stage)
+
+
+def _names() -> str:
+    named = [
+        f"{getattr(h, '__module__', '?')}.{getattr(h, '__qualname__', h)}" for h in _helpers() if h
+    ]
+    return " and ".join(named)
+
+
+def _in_language_model(path: str) -> bool:
+    return "language_model" in path.split(".")

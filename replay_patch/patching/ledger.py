@@ -1,0 +1,119 @@
+"""`Ledger`: the state of each patch in this process."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from replay_patch.patching.import_hooks import complete
+from replay_patch.patching.patch import (
+    ACTIVE,
+    FAILED,
+    LOST,
+    NOT_NEEDED,
+    OPTIONAL,
+    SKIPPED,
+    WAITING,
+    Patch,
+    PatchState,
+)
+from replay_patch.patching.probe import Probe
+from replay_patch.patching.transaction import Transaction
+from replay_patch.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """The patches of one activation. Safe to call from several threads; never raises."""
+
+    def __init__(self, patches: tuple[Patch, ...], settings: Settings) -> None:
+        self.probe = Probe()
+        self._lock = threading.RLock()  # an apply may import a module whose hook comes back here
+        self._patches = {p.name: p for p in patches}
+        if len(self._patches) != len(patches):
+            raise ValueError(f"two patches have one name: {sorted(p.name for p in patches)}")
+        self._skip = settings.skip
+        self._untried = set(self._patches)
+        self._states = {
+            name: (
+                NOT_NEEDED if patch.library in OPTIONAL else WAITING,
+                f"{' or '.join(patch.modules)} is not imported",
+            )
+            for name, patch in self._patches.items()
+        }
+        self._transactions = {name: Transaction() for name in self._patches}
+        for name, patch in self._patches.items():
+            if patch.arm is not None and name not in self._skip:
+                patch.arm(self._transactions[name])
+        self._armed = {name: len(t.changes) for name, t in self._transactions.items()}
+
+    def attempt(self, name: str) -> None:
+        """Apply a patch if it is needed and neither in place nor skipped; whole or not at all.
+
+        One that other code has overwritten is taken back and applied again, on top of that code.
+        """
+        with self._lock:
+            patch, transaction = self._patches[name], self._transactions[name]
+            self._untried.discard(name)
+            again = ""
+            if self._states[name][0] == ACTIVE:
+                gone = transaction.lost()
+                if not gone and (patch.working is None or patch.working(self.probe)):
+                    return
+                again = f"; reinstalled, because other code had replaced {', '.join(gone)}"
+                if not gone:
+                    again = "; reinstalled, because other code around it answered for it"
+                transaction.retire(self._armed[name])
+            before = len(transaction.changes)
+            try:
+                needed, found = patch.needed(self.probe)
+                if not needed:
+                    self._states[name] = NOT_NEEDED, found
+                elif name in self._skip:
+                    self._states[name] = SKIPPED, f"named in REPLAY_PATCH_SKIP ({found})"
+                else:
+                    patch.apply(transaction)
+                    self._states[name] = ACTIVE, found + again
+            except Exception as error:  # noqa: BLE001 - an import hook must not raise
+                transaction.undo(before)
+                self._states[name] = FAILED, f"{type(error).__name__}: {error}"
+                found = self._states[name][1]
+                _log.warning("patch %s failed on %s: %s", name, self.probe.megatron(), found)
+                _log.debug("patch %s failed here", name, exc_info=True)
+            else:
+                _log.debug("patch %s: %s (%s)", name, *self._states[name])
+
+    def lift(self, strangers: Sequence[Any]) -> None:
+        """Let other code find its own functions again where ours are directly around them."""
+        with self._lock:
+            for name in reversed(self._patches):
+                self._transactions[name].lift(strangers)
+
+    def states(self) -> tuple[PatchState, ...]:
+        """The state of every patch now; an active one is verified first.
+
+        One that was not tried though its module is there (a stranger's hook failed, and wrapt then
+        forgot all hooks of that module) is tried now.
+        """
+        with self._lock:
+            for name, patch in self._patches.items():
+                if name in self._untried and any(map(complete, patch.modules)):
+                    self.attempt(name)
+            return tuple(
+                PatchState(name, *self._verified(name), self._patches[name].targets)
+                for name in self._patches
+            )
+
+    def _verified(self, name: str) -> tuple[str, str]:
+        state, reason = self._states[name]
+        gone = self._transactions[name].lost() if state == ACTIVE else []
+        return (LOST, f"replaced by other code: {', '.join(gone)}") if gone else (state, reason)
+
+    def undo(self) -> list[str]:
+        """Take back all patches, last first; returns the places that are no longer ours."""
+        with self._lock:
+            kept: list[str] = []
+            for name in reversed(self._patches):
+                kept += self._transactions[name].undo()
+            return kept

@@ -1,0 +1,31 @@
+"""How a refusal names the router and the release that it is about."""
+
+import logging
+from typing import Any, NoReturn
+
+from replay_patch.errors import RouteError
+from replay_patch.patching.probe import Probe
+
+_log = logging.getLogger(__name__)
+
+
+def refuse(found: str, expected: str, replay: Any = None) -> NoReturn:
+    """Raise RouteError with the release, the router (unless None), and both halves."""
+    where = "" if replay is None else f", router of {describe(replay)}"
+    raise RouteError(f"{Probe().megatron()}{where}: {found}; expected {expected}")
+
+
+def describe(replay: Any) -> str:
+    """`layer 3` or `layer 1 of MTP block 2`, as errors name a router."""
+    number = "?" if replay.layer_number is None else replay.layer_number
+    return f"layer {number}" + (f" of MTP block {replay.mtp_depth}" if replay.mtp_depth else "")
+
+
+def warn_once(message: str, *args: Any) -> None:
+    """Log a warning the first time that this message is given in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message, *args)
+
+
+_warned: set[str] = set()

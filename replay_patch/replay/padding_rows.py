@@ -1,0 +1,281 @@
+"""Which rows of a router's input are padding, and the router at work on them.
+
+For releases whose routers take no `padding_mask` (0.12 ... 0.15). True = padding, as Megatron's
+code has it (its docstrings say the reverse). B sequences, S positions, R router rows
+(sequence-major: row = s * B + b), E experts.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from replay_patch.errors import LayoutError
+from replay_patch.megatron.parallel_ranks import tp_rank
+from replay_patch.refusals import refuse
+from replay_patch.routes.index import to_device
+
+at_work: dict[int, "Padding"] = {}
+"""Thread -> the padding of the router whose forward runs there."""
+
+
+class Rows:
+    """The rows that some router sees.
+
+    Args:
+        mask: bool [R], True = padding.
+        device: where the router computes. Nothing waits for it if the mask is still on the host.
+    """
+
+    def __init__(self, mask: Tensor, device: torch.device) -> None:
+        self.number = len(mask)
+        self._real, self._device = ~mask, device
+        self._totals: dict[Any, Tensor] = {}
+
+    @functools.cached_property
+    def real(self) -> Tensor:
+        """bool [R, 1]."""
+        return to_device(self._real.unsqueeze(1), self._device)
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """int64 [V]: the rows that are no padding. Waits for the device if the mask is there."""
+        return to_device(self._real.nonzero().flatten(), self._device)
+
+    @functools.cached_property
+    def count(self) -> Tensor:
+        """V, a scalar tensor."""
+        return to_device(self._real.sum(), self._device)
+
+    def total(self, group: Any) -> Tensor:
+        """V of all ranks of a process group (None: of this one); collective, once per group."""
+        if group is None or group.size() == 1:
+            return self.count
+        if group not in self._totals:
+            # HCCL sums int64 slowly on Atlas A2, and only within one node on Ascend 950 (CANN's
+            # page of HcclAllReduce); int32 everywhere, as NCCL and gloo.
+            total = self.count.to(torch.int32)
+            torch.distributed.all_reduce(total, group=group)
+            self._totals[group] = total
+        return self._totals[group]
+
+    def scale(self, real: Tensor, ranks: int) -> Tensor:
+        """What a loss that was divided by the square of all rows has to be multiplied by.
+
+        Args:
+            real: the rows of all ranks that are no padding; 0 is taken for 1.
+            ranks: the number of ranks, with R rows each.
+        """
+        return (self.number * ranks / real.clamp(min=1)).square()
+
+
+class Padding:
+    """The padding of one model call on this rank, in the rows of its routers.
+
+    Args:
+        mask: bool [S, B] of the rows before sequence parallelism cuts them.
+        part: how many ranks share them, and which of them this is.
+        device: of the model.
+    """
+
+    def __init__(self, mask: Tensor, part: tuple[int, int], device: torch.device) -> None:
+        size, rank = part
+        local = mask.chunk(size)[rank] if size > 1 else mask
+        self._rows = [Rows(local.flatten(), device)]
+        if size > 1:  # alltoall_seq (0.12): z-loss sees this rank's rows, all that follows all
+            self._rows.append(Rows(mask.flatten(), device))
+
+    def rows(self, number: int, router: Any) -> Rows:
+        """The rows of a router with that many.
+
+        Raises:
+            LayoutError: it has others.
+        """
+        for rows in self._rows:
+            if rows.number == number:
+                return rows
+        raise LayoutError(
+            f"layer {router.layer_number}: the router has {number} rows, and the padding mask is "
+            f"for {' or '.join(str(rows.number) for rows in self._rows)}"
+        )
+
+
+def here(router: Any, number: int) -> Rows | None:
+    """The rows of the router that is at work on this thread; None: all of them count."""
+    padding = at_work.get(threading.get_ident())
+    return None if padding is None else padding.rows(number, router)
+
+
+def work(router: Any, padding: Padding, call: Callable[[], Any]) -> Any:
+    """Run a router's forward with rows that do not count."""
+    thread = threading.get_ident()
+    at_work[thread] = padding
+    try:
+        return counted(router, call, lambda number: padding.rows(number, router).real)
+    finally:
+        del at_work[thread]
+
+
+class SumOfRows(TorchFunctionMode):
+    """While it is on, the sum of a bool [R, E] over its rows leaves out those of padding."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.sum and args[0].dtype is torch.bool and kwargs.get("dim") == 0:
+            args = (args[0] & self._rows.real, *args[1:])
+        return func(*args, **kwargs)
+
+
+_counted: dict[int, list[Tensor]] = {}
+"""Thread -> what calls of `counted` inside of the one that runs there have counted."""
+
+
+def counted(router: Any, call: Callable[[], Any], real: Callable[[int], Tensor]) -> Any:
+    """Run a router's forward, of which the expert bias counts some rows only.
+
+    What the release's own code has added to `local_tokens_per_expert` is replaced: a sum over fewer
+    rows of the map that the router returns. One call inside of another counts the rows of both.
+
+    Args:
+        call: its forward; returns (probs, map).
+        real: from the number of rows to bool [R, 1], those that count.
+    """
+    if not getattr(router, "enable_expert_bias", False) or not torch.is_grad_enabled():
+        return call()
+    thread = threading.get_ident()
+    outer, rows = _counted.get(thread), list[Tensor]()
+    _counted[thread] = rows
+    before = router.local_tokens_per_expert.clone()
+    try:
+        out = call()
+    finally:
+        if outer is None:
+            del _counted[thread]
+        else:
+            _counted[thread] = outer
+    rows.append(real(len(out[1])))
+    if outer is not None:
+        outer += rows
+    with torch.no_grad():
+        kept = functools.reduce(torch.logical_and, rows, out[1].bool())
+        router.local_tokens_per_expert.copy_(before + kept.sum(dim=0))
+    return out
+
+
+# --- where a mask enters ------------------------------------------------------------------------
+
+
+def of_model(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding:
+    """The padding of a model call.
+
+    Args:
+        model: a GPTModel, of any pipeline stage.
+        mask: bool [B, S], S cut for context parallelism, and not for sequence parallelism. Where
+            hidden states enter, it may be cut for that already, as 0.16 and later want it there.
+        input_ids: [B, S] where the model embeds them, else None.
+        hidden: [S, B, H] that enters otherwise (S cut for sequence parallelism), None if not known.
+
+    Raises:
+        LayoutError: it is no such mask.
+    """
+    config = model.config
+    size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    check_mask(mask)
+    expected = [tuple(mask.shape)]
+    if input_ids is not None:
+        expected = [tuple(input_ids.shape)]
+    elif hidden is not None:
+        length, batch = hidden.shape[:2]
+        expected = [(batch, length * size), (batch, length)]
+    if tuple(mask.shape) not in expected:
+        refuse_shape(mask, expected[0], "the model input")
+    is_cut = tuple(mask.shape) != expected[0]
+    if is_cut and config.moe_token_dispatcher_type == "alltoall_seq":
+        refuse(
+            "a padding mask that is cut for sequence parallelism, with alltoall_seq",
+            "the whole mask: this router gathers the rows of all tensor-parallel ranks",
+        )
+    if mask.shape[1] % size and not is_cut:
+        refuse_shape(mask, (mask.shape[0], f"a multiple of {size}"), "sequence parallelism")
+    device = next((p.device for p in model.parameters()), mask.device)
+    part = (1, 0) if is_cut or size == 1 else (size, tp_rank())
+    return Padding(mask.t(), part, device)
+
+
+def of_session(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding | None:
+    """As `of_model`, of a mask that a session holds; None if it is of another number of tokens.
+
+    The routers of the session refuse the call then, and know better what is wrong.
+    """
+    size = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    tokens = mask.numel()
+    if input_ids is not None:
+        tokens = input_ids.numel()
+    elif hidden is not None:
+        tokens = hidden.shape[:2].numel() * size
+    return of_model(model, mask, input_ids, hidden) if tokens == mask.numel() else None
+
+
+def of_router(router: Any, mask: Any, hidden: Tensor) -> Padding:
+    """The padding of one router call.
+
+    Args:
+        mask: bool [S, B] or [R], of exactly the rows of `hidden` [S, B, H].
+
+    Raises:
+        LayoutError: it is no such mask.
+    """
+    check_mask(mask)
+    shape = hidden.shape[:-1]
+    if mask.shape not in (shape, (shape.numel(),)):
+        where = f"the input of the router of layer {router.layer_number}"
+        refuse_shape(mask, tuple(shape), where)
+    return Padding(mask.reshape(-1, 1), (1, 0), hidden.device)
+
+
+def of_layer(layer: Any, mask: Tensor, hidden: Any) -> Tensor:
+    """The part of a mask that is for the hidden states of an MoE layer; the mask itself if it fits.
+
+    Args:
+        mask: [B, S], S of this rank's rows, or of those of all ranks of sequence parallelism.
+        hidden: [S, B, H] of this rank.
+
+    Raises:
+        LayoutError: it is neither.
+    """
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        return mask  # a later part of a layer that runs in pieces
+    length, batch = hidden.shape[:2]
+    if mask.shape == (batch, length):
+        return mask
+    size = layer.config.tensor_model_parallel_size if layer.config.sequence_parallel else 1
+    if size == 1 or mask.shape != (batch, length * size):
+        where = f"layer {layer.layer_number} (B, S of its hidden states)"
+        refuse_shape(mask, (batch, length), where)
+    return mask.chunk(size, dim=1)[tp_rank()].contiguous()
+
+
+def check_mask(mask: Any) -> None:
+    """Raise LayoutError for what is no bool tensor."""
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise LayoutError(
+            f"padding_mask is {found}: expected a bool tensor [B, S], True where a token is padding"
+        )
+
+
+def refuse_shape(mask: Tensor, expected: tuple[Any, ...], of: str) -> None:
+    """Raise LayoutError for a mask of another shape."""
+    raise LayoutError(
+        f"padding_mask has the shape {list(mask.shape)}: expected {list(expected)}, that of {of}"
+    )
