@@ -38,8 +38,10 @@ MLA = {
     "rope_type": "rope",
 }
 
-EXACT = 0.0  # no sum is reordered; with EP the matrices of an expert have other rows, no more
-SUMS_REORDERED = 1e-6  # fp32; measured up to 1.2e-7 (losses) and 2.8e-7 (gradients)
+EXACT = 0.0  # the same matrices are multiplied, in the same order
+# Other shapes: what is summed in which order is the processor's choice. 16 roundings of fp32 (a sum
+# of 64 terms in random order errs by half the square root of that); measured are up to 5.
+SUMS_REORDERED = 16 * 2**-24
 
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -113,8 +115,8 @@ def test_the_plugin_is_active_here() -> None:
         pytest.param(Layout(tp=2), ALLTOALL, SUMS_REORDERED, id="tp2"),
         pytest.param(Layout(pp=2), ALLTOALL, EXACT, id="pp2"),
         pytest.param(Layout(pp=2, vpp=2), ALLTOALL, EXACT, id="vpp2"),
-        pytest.param(Layout(ep=2), ALLTOALL, EXACT, id="ep2"),
-        pytest.param(Layout(ep=2), ALLGATHER, EXACT, id="ep2-allgather"),
+        pytest.param(Layout(ep=2), ALLTOALL, SUMS_REORDERED, id="ep2"),
+        pytest.param(Layout(ep=2), ALLGATHER, SUMS_REORDERED, id="ep2-allgather"),
         pytest.param(Layout(pp=2, vpp=2), ALLTOALL | FULL, EXACT, id="vpp2-recompute"),
     ],
 )
