@@ -255,16 +255,16 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _patches(args: argparse.Namespace) -> int:
     from replay_patch import doctor
-    from replay_patch.patches import PATCHES
+    from replay_patch.patching.registry import patches
 
     with contextlib.redirect_stdout(sys.stderr):
         states = {p["name"]: p["state"] for p in doctor.examine_patches()}
     rows = [
         {"name": p.name, "targets": list(p.targets), "why": p.why, "state": states[p.name]}
-        for p in PATCHES
+        for p in patches()
     ]
     lines = []
-    for patch in PATCHES:
+    for patch in patches():
         why = textwrap.fill(patch.why, 96, initial_indent="    ", subsequent_indent="    ")
         lines.append(f"{patch.name} ({states[patch.name]})\n{why}")
     _report(args, {"patches": rows}, "\n\n".join(lines))

@@ -21,7 +21,7 @@ from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import TESTED_RELEASES
 from replay_patch.megatron.ascend import REFUSED
-from replay_patch.patches import PATCHES
+from replay_patch.patching.registry import patches
 
 ROOT = Path(__file__).absolute().parents[1]
 SUPPORTED = ROOT / "supported_versions.json"
@@ -39,7 +39,7 @@ def patches_page() -> str:
         "of the installed objects, never of a version number. `REPLAY_PATCH_SKIP=name,name` leaves "
         "patches out; what then would be wrong is refused where it is used.\n"
     ]
-    for patch in PATCHES:
+    for patch in patches():
         targets = "\n".join(f"- `{target}`" for target in patch.targets)
         upstream = f"<{patch.upstream}>" if patch.upstream.startswith("http") else patch.upstream
         parts.append(
@@ -128,7 +128,7 @@ def mindspeed_targets(folder: Path) -> set[str]:
 
 def _patches_at(place: str) -> list[str]:
     """Our patches that change a place, or the class whose method it is."""
-    ours = {t.replace(":", "."): p.name for p in PATCHES for t in p.targets}
+    ours = {t.replace(":", "."): p.name for p in patches() for t in p.targets}
     names = {name for target, name in ours.items() if f"{place}.".startswith(f"{target}.")}
     return sorted(names)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from replay_patch import __version__
 from replay_patch.drift import comparison
-from replay_patch.patches import MEGATRON_MODULES, PATCHES
 from replay_patch.patching import activation
+from replay_patch.patching.registry import megatron_modules, patches
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MEANING = {
@@ -72,7 +72,7 @@ def _rows(status: activation.Status) -> list[dict[str, Any]]:
             "reason": states[patch.name].reason if patch.name in states else "",
             "targets": list(patch.targets),
         }
-        for patch in PATCHES
+        for patch in patches()
     ]
 
 
@@ -143,7 +143,7 @@ def _import_all() -> list[str]:
     """Import what a job would, if the plugin is asked for; what is wrong with that, in words."""
     if not activation.status().enabled:
         return []
-    errors = [_import(name) for name in ("torch", *MEGATRON_MODULES)]
+    errors = [_import(name) for name in ("torch", *megatron_modules())]
     return list(dict.fromkeys(error for error in errors if error is not None))
 
 

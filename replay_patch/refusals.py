@@ -1,10 +1,11 @@
 """How a refusal names the router and the release that it is about."""
 
+import importlib.metadata
 import logging
+import sys
 from typing import Any, NoReturn
 
 from replay_patch.errors import RouteError
-from replay_patch.patching.probe import Probe
 
 _log = logging.getLogger(__name__)
 
@@ -12,7 +13,19 @@ _log = logging.getLogger(__name__)
 def refuse(found: str, expected: str, replay: Any = None) -> NoReturn:
     """Raise RouteError with the release, the router (unless None), and both halves."""
     where = "" if replay is None else f", router of {describe(replay)}"
-    raise RouteError(f"{Probe().megatron()}{where}: {found}; expected {expected}")
+    raise RouteError(f"{installed_megatron()}{where}: {found}; expected {expected}")
+
+
+def installed_megatron() -> str:
+    """`megatron-core X.Y.Z` as it calls itself. For messages only."""
+    info = sys.modules.get("megatron.core.package_info")
+    found = getattr(info, "__version__", None)
+    if found is None:
+        try:
+            found = importlib.metadata.version("megatron-core")
+        except importlib.metadata.PackageNotFoundError:
+            found = "(version unknown)"
+    return f"megatron-core {found}"
 
 
 def describe(replay: Any) -> str:

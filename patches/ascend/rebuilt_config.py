@@ -10,8 +10,8 @@ from typing import Any
 
 from replay_patch.megatron.ascend import is_of_mindspeed
 from replay_patch.megatron.config import REPLAY_FIELDS
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 from replay_patch.patching.wrappers import chain
 
@@ -19,7 +19,7 @@ _MODULE = "megatron.core.transformer.transformer_config"
 _ROOT = f"{_MODULE}:TransformerConfig"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     own = vars(probe.find(_ROOT))
     for name in ("__init__", "__post_init__"):
         if any(map(is_of_mindspeed, chain(own[name]))):
@@ -28,7 +28,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    root = Probe().find(_ROOT)
+    root = probe.find(_ROOT)
     transaction.wrap(root, "__post_init__", _completing)
     transaction.set(root, "__reduce_ex__", _reduce_ex)
 
@@ -118,8 +118,12 @@ def _restored(base: Any, extra: tuple[str, ...]) -> Any:
 
 PATCH = Patch(
     name="rebuilt_config",
+    library="ascend",
     targets=(f"{_ROOT}.__post_init__", f"{_ROOT}.__reduce_ex__"),
     modules=(_MODULE,),
+    requires=_MODULE,
+    after=("config_fields",),
+    checks=("config-fields", "config-mla", "config-subclass"),
     why=(
         "MindSpeed makes a class for every config object. Such an object cannot be pickled, nor, "
         "from 2.2 on, given to `dataclasses.replace`; and a subclass of the config that MindSpeed "

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import activation
+from replay_patch.patching import activation, probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 from replay_patch.patching.wrappers import module_of
 
@@ -13,14 +12,14 @@ _MODULE = "mindspeed.patch_utils"
 _MANAGER = f"{_MODULE}:MindSpeedPatchesManager"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     if probe.find(f"{_MANAGER}.apply_patches") is None:
         raise LookupError("MindSpeedPatchesManager has no apply_patches")
     return True, "MindSpeed sets every place it once patched again, whatever is there"
 
 
 def _apply(transaction: Transaction) -> None:
-    manager = Probe().find(_MANAGER)
+    manager = probe.find(_MANAGER)
     transaction.wrap(manager, "apply_patches", _then_ours)
     if hasattr(manager, "remove_patches"):  # not in 2.1
         transaction.wrap(manager, "remove_patches", _without_ours)
@@ -48,7 +47,7 @@ def _then_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_patches(*args: Any, **kwargs: Any) -> Any:
         # It gives back the original only where its own function is what stands there.
-        patches = Probe().find(_MANAGER).patches_info.values()
+        patches = probe.find(_MANAGER).patches_info.values()
         activation.lift([p.final_patch_func for p in patches if p.is_applied])
         try:
             return original(*args, **kwargs)
@@ -60,8 +59,11 @@ def _without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="repatch",
+    library="ascend",
     targets=(f"{_MANAGER}.apply_patches", f"{_MANAGER}.remove_patches"),
     modules=(_MODULE,),
+    requires="mindspeed",
+    checks=("config-fields", "config-mla", "config-subclass", "npu-unaligned"),
     why=(
         "Each `repatch()` (verl calls it once for every engine) sets all places that MindSpeed "
         "ever patched to its own wrappers around what it found there first, or to that: patches "

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
@@ -34,24 +34,27 @@ _METHODS = (get_aux_loss_coeff, is_aux_loss_enabled)
 
 
 def _missing() -> list[Any]:
-    return [m for m in _METHODS if Probe().find(f"{_ROUTER}.{m.__name__}") is None]
+    return [m for m in _METHODS if probe.find(f"{_ROUTER}.{m.__name__}") is None]
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     missing = [m.__name__ for m in _missing()]
     return bool(missing), f"TopKRouter lacks {', '.join(missing) or 'neither method'}"
 
 
 def _apply(transaction: Transaction) -> None:
-    router = Probe().find(_ROUTER)
+    router = probe.find(_ROUTER)
     for method in _missing():
         transaction.set(router, method.__name__, method)
 
 
 PATCH = Patch(
     name="aux_loss_methods",
+    library="megatron",
     targets=tuple(f"{_ROUTER}.{m.__name__}" for m in _METHODS),
     modules=(_ROUTER.partition(":")[0],),
+    requires=_ROUTER.partition(":")[0],
+    checks=("aux-loss-method",),
     why=(
         "Code written for 0.14 and later asks the router whether it has an auxiliary loss; 0.12 "
         "and 0.13 raise AttributeError, and only in training."

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import Instead
 from replay_patch.patching.transaction import Transaction
 
@@ -16,7 +16,7 @@ _BLOCK = f"{_MODULE}:TransformerBlock"
 _RECOMPUTE = "_checkpointed_forward"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     function = probe.find(f"{_BLOCK}.{_RECOMPUTE}")
     if function is None or "padding_mask" not in probe.parameters(f"{_BLOCK}.{_RECOMPUTE}"):
         return False, "this release's TransformerBlock hands on no padding_mask in a recompute"
@@ -57,7 +57,7 @@ def _given_to_a_layer(function: Any) -> bool:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(Probe().find(_BLOCK), _RECOMPUTE, _masked)
+    transaction.wrap(probe.find(_BLOCK), _RECOMPUTE, _masked)
 
 
 class _Layer(Instead):
@@ -83,8 +83,11 @@ def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="block_recompute_mask",
+    library="megatron",
     targets=(f"{_BLOCK}.{_RECOMPUTE}",),
     modules=(_MODULE,),
+    requires=_MODULE,
+    checks=("block-recompute", "npu-mask"),
     why=(
         'With full recompute and `recompute_method="block"` the layers beyond '
         "`recompute_num_layers` run without the padding mask: their routers count padding, and "

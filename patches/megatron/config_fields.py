@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.megatron.config import replay_enabled
-from replay_patch.patching import activation
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
+from replay_patch.patching import activation, probe
+from replay_patch.patching.patch import REPLAYING, Patch
 from replay_patch.patching.transaction import Transaction
 from replay_patch.patching.wrappers import chain
 
@@ -22,7 +21,7 @@ FIELDS["moe_router_fusion"] = False
 """Name -> default. All are bool."""
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     missing = _missing(probe.find(_ROOT))
     return bool(missing), f"TransformerConfig lacks {', '.join(missing) or 'none of the fields'}"
 
@@ -32,7 +31,7 @@ def _missing(cls: Any) -> list[str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    root = Probe().find(_ROOT)
+    root = probe.find(_ROOT)
     # All questions before the first change: classes may share their fields.
     missing = {cls: _missing(cls) for cls in _tree(root)}
     for cls, names in missing.items():
@@ -114,8 +113,11 @@ def _accepting(original: Callable[..., None], names: list[str]) -> Callable[...,
 
 PATCH = Patch(
     name="config_fields",
+    library="megatron",
     targets=(_ROOT, f"{_MODULE}:MLATransformerConfig"),
     modules=(_MODULE,),
+    requires=_MODULE,
+    checks=(REPLAYING, "config-names", "config-subclass"),
     why=(
         "`enable_routing_replay` (what trainers set) is in no release, `moe_enable_routing_replay` "
         "only from 0.16 and `moe_router_fusion` only from 0.14. Config subclasses have an "

@@ -5,15 +5,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.transformer.moe.router"
 _TARGET = f"{_MODULE}:TopKRouter._apply_expert_bias"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     function = probe.find(_TARGET)
     if function is None:
         return False, "this release's expert bias takes no padding_mask"
@@ -27,8 +28,8 @@ def _needed(probe: Probe) -> tuple[bool, str]:
         return False, "a padding_mask [tokens] is applied to tokens"
     if still := _wrong(eager, (2, 1)):
         raise LookupError(
-            f"_apply_expert_bias of {probe.megatron()} is not the function that we know: with a "
-            f"padding_mask [tokens] {wrong}, with [tokens, 1] {still}"
+            f"_apply_expert_bias of {installed_megatron()} is not the function that we know: with "
+            f"a padding_mask [tokens] {wrong}, with [tokens, 1] {still}"
         )
     return True, f"with a padding_mask [tokens], {wrong}"
 
@@ -51,7 +52,7 @@ def _wrong(function: Any, shape: tuple[int, ...]) -> str:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(Probe().find(_MODULE + ":TopKRouter"), "_apply_expert_bias", _by_row)
+    transaction.wrap(probe.find(_MODULE + ":TopKRouter"), "_apply_expert_bias", _by_row)
 
 
 def _by_row(original: Callable[..., None]) -> Callable[..., None]:
@@ -67,8 +68,11 @@ def _by_row(original: Callable[..., None]) -> Callable[..., None]:
 
 PATCH = Patch(
     name="expert_bias_mask",
+    library="megatron",
     targets=(_TARGET,),
     modules=(_MODULE,),
+    requires=_MODULE,
+    checks=("padding-bias", "padding-counts", "padding-tp-sp", "padding-pp"),
     why=(
         "A mask [tokens] meets a map [tokens, experts]: an error, or, with as many tokens as "
         "experts, no error and a mask over experts. With one token it is right by chance."

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
@@ -13,7 +13,7 @@ _ROUTER = "megatron.core.transformer.moe.router"
 _NAME = "topk_routing_with_score_function"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     takes = {"fused", "router_replay"} <= probe.parameters(f"{_ROUTER}:{_NAME}")
     return takes, f"{_NAME} takes {'both' if takes else 'not both'} fused and router_replay"
 
@@ -44,8 +44,12 @@ def _honouring(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="fused_router",
+    library="megatron",
     targets=(f"{_UTILS}:{_NAME}", f"{_ROUTER}:{_NAME}"),
     modules=(_ROUTER,),
+    requires=_ROUTER,
+    relies_on=(f"{_ROUTER}:TopKRouter.routing",),
+    checks=("fused-seam",),
     why=(
         "With `fused=True` the function returns from Transformer Engine's kernel, which takes no "
         "ids, before it looks at `router_replay`: replay is silently off. Precomputed ids "

@@ -7,30 +7,32 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.megatron.layer_placement import placement
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import Instead, with_globals
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _LAYER = "megatron.core.transformer.transformer_layer"
 _BLOCK = "megatron.core.transformer.transformer_block"
 _HELPERS = {"get_transformer_layer_offset": _LAYER, "get_num_layers_to_build": _BLOCK}
+_LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
 _ARGUMENTS = ("vp_stage", "pp_rank")
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     lacking = [
         f"{name} takes no {argument}"
         for name, module in _HELPERS.items()
         for argument in _ARGUMENTS
         if argument not in probe.parameters(f"{module}:{name}")
     ]
-    if not lacking and not _right_for_others(probe):
+    if not lacking and not _right_for_others():
         lacking = ["get_num_layers_to_build takes pp_rank, and does not tell a pipeline layout"]
     return bool(lacking), "; ".join(lacking) or "both helpers answer for any stage"
 
 
-def _right_for_others(probe: Probe) -> bool:
+def _right_for_others() -> bool:
     """Whether a layout with 1 and 2 layers on its stages is asked about the stage in question.
 
     MindSpeed's wrapper, whatever it is around, asks the layout about its own stage.
@@ -52,14 +54,14 @@ def _right_for_others(probe: Probe) -> bool:
 
 def _apply(transaction: Transaction) -> None:
     for name, module in _HELPERS.items():
-        original = Probe().find(f"{module}:{name}")
+        original = probe.find(f"{module}:{name}")
         if original is None:
-            raise LookupError(f"{module} has no {name}: {Probe().megatron()} is not supported")
+            raise LookupError(f"{module} has no {name}: {installed_megatron()} is not supported")
         with_globals(original, {})  # raises here, and not when it is asked, if it cannot be done
         code = inspect.unwrap(original).__code__
         # As a global name: what a function imports for itself cannot be bound differently.
         asks = "parallel_state" in code.co_names and "parallel_state" not in code.co_varnames
-        if not asks and "pp_rank" not in Probe().parameters(f"{module}:{name}"):
+        if not asks and "pp_rank" not in probe.parameters(f"{module}:{name}"):
             raise LookupError(f"{module}.{name} does not say how it knows its stage")
         listed = name == "get_transformer_layer_offset" and _listed()
         made = _for_any_stage(original, _overlaps(original), listed)
@@ -72,7 +74,7 @@ def _listed() -> bool:
     Its unaligned pipeline replaces that helper, and leaves the offsets to the one that knows no
     list: two stages then have layers with the same numbers.
     """
-    count = Probe().find(f"{_BLOCK}:get_num_layers_to_build")
+    count = probe.find(f"{_BLOCK}:get_num_layers_to_build")
     config = types.SimpleNamespace(
         num_layers=4,
         pipeline_model_parallel_size=2,
@@ -248,8 +250,14 @@ class _LayoutThere:
 
 PATCH = Patch(
     name="layer_helpers",
+    library="megatron",
     targets=tuple(f"{module}:{name}" for name, module in _HELPERS.items()),
     modules=(_BLOCK,),
+    requires=_BLOCK,
+    relies_on=tuple(
+        f"{_LAYOUT}.{name}" for name in ("get_num_layers_to_build", "get_layer_offset")
+    ),
+    checks=("layer-map", "npu-unaligned"),
     why=(
         "Trainers ask which layers a stage holds. 0.12 answers for the current stage only, 0.13 "
         "and 0.14 take `vp_stage` but no `pp_rank`: callers written for 0.15 get a TypeError. "

@@ -3,21 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _BLOCK = f"{_MODULE}:MultiTokenPredictionBlock"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     found = probe.find(_BLOCK) is not None
     return found, f"this release has {'a' if found else 'no'} MultiTokenPredictionBlock"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(Probe().find(_BLOCK), "__init__", _numbering)
+    transaction.wrap(probe.find(_BLOCK), "__init__", _numbering)
 
 
 def _numbering(original: Callable[..., None]) -> Callable[..., None]:
@@ -34,8 +34,12 @@ def _numbering(original: Callable[..., None]) -> Callable[..., None]:
 
 PATCH = Patch(
     name="mtp_depth",
+    library="megatron",
     targets=(f"{_BLOCK}.__init__",),
     modules=(_MODULE,),
+    requires=_MODULE,
+    relies_on=(f"{_BLOCK}._build_layers",),
+    checks=("mtp-depth",),
     why=(
         "`layer_number` alone is no key: the routers of MTP blocks start again at 1 in 0.12 ... "
         "0.15 and from 0.17 on, so they alias those of the decoder."

@@ -5,17 +5,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import Instead
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _LAYER = f"{_MODULE}:MultiTokenPredictionLayer"
 _RECOMPUTE, _INNER = "_checkpointed_forward", "_proj_and_transformer_layer"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     if "padding_mask" not in probe.parameters(f"{_LAYER}.forward"):
         return False, "this release's MTP layer takes no padding_mask"
     function = probe.find(f"{_LAYER}.{_RECOMPUTE}")
@@ -25,14 +26,14 @@ def _needed(probe: Probe) -> tuple[bool, str]:
     )
     if not takes and "padding_mask" not in probe.parameters(f"{_LAYER}.{_INNER}"):
         raise LookupError(
-            f"{_INNER} of {probe.megatron()} is not the function that we know: it takes no "
+            f"{_INNER} of {installed_megatron()} is not the function that we know: it takes no "
             "padding_mask"
         )
     return not takes, f"{_RECOMPUTE} takes {'the' if takes else 'no'} padding_mask that it is given"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(Probe().find(_LAYER), _RECOMPUTE, _masked)
+    transaction.wrap(probe.find(_LAYER), _RECOMPUTE, _masked)
 
 
 def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,8 +52,12 @@ def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="mtp_recompute_mask",
+    library="megatron",
     targets=(f"{_LAYER}.{_RECOMPUTE}",),
     modules=(_MODULE,),
+    requires=_MODULE,
+    relies_on=(f"{_LAYER}.forward", f"{_LAYER}.{_INNER}"),
+    checks=("mtp-recompute",),
     why=(
         "0.18 calls the method with `padding_mask`, and the method does not take it: a TypeError "
         "in the first step of every model with MTP and full recompute, mask or not."

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.megatron import router_replay_module
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "megatron.core.transformer.moe.router_replay"
 _CLASS = f"{_MODULE}:RouterReplay"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     if probe.find(_CLASS) is None or router_replay_module.provided():
         return False, "this release has no RouterReplay of its own"
     return True, "this release has its own RouterReplay, without checks"
@@ -21,7 +21,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 def _apply(transaction: Transaction) -> None:
     from replay_patch.replay import router_replay
 
-    native = Probe().find(_CLASS)
+    native = probe.find(_CLASS)
     ours = vars(router_replay.RouterReplay)
     own = dict(vars(native))
     for name, value in ours.items():
@@ -103,8 +103,20 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
 
 PATCH = Patch(
     name="native_router_replay",
+    library="megatron",
     targets=(_CLASS,),
     modules=(_MODULE, "megatron.core.transformer.moe.router"),
+    requires="megatron.core.transformer.moe.router",
+    after=("router_replay_module",),
+    relies_on=tuple(
+        f"{_CLASS}.{name}"
+        for name in (
+            *("__init__", "get_replay_topk", "record_indices", "clear_indices"),
+            *("set_target_indices", "set_router_replay_action", "set_global_router_replay_action"),
+            *("set_replay_data", "set_global_static_buffers", "clear_global_indices"),
+        )
+    ),
+    checks=("replay-api",),
     why=(
         "It crashes untyped without a target, accepts a wrong number of rows or columns silently "
         "(tokens without any expert), takes int64 ids only, and sends a row that repeats an "

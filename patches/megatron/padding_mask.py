@@ -6,10 +6,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import with_globals
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.models.gpt.gpt_model"
 _MODEL = f"{_MODULE}:GPTModel"
@@ -18,7 +19,7 @@ _SCORES = "compute_routing_scores_for_aux_loss"
 _LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     takes = "padding_mask" in probe.parameters(f"{_MODEL}.forward")
     return not takes, f"GPTModel.forward takes {'a' if takes else 'no'} padding_mask"
 
@@ -26,7 +27,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 def _apply(transaction: Transaction) -> None:
     import megatron.core.transformer.moe.router as module
 
-    router, model = module.TopKRouter, Probe().find(_MODEL)
+    router, model = module.TopKRouter, probe.find(_MODEL)
     wrappers: dict[str, Callable[[Any], Any]] = {"apply_z_loss": _z_loss, "forward": _router}
     if "_apply_aux_loss" in vars(router):  # from 0.14 on
         wrappers |= {name: _aux_loss for name in _LOSSES if name in vars(router)}
@@ -38,7 +39,7 @@ def _apply(transaction: Transaction) -> None:
     missing = sorted(wrappers.keys() - vars(router).keys())
     if missing:
         raise LookupError(
-            f"TopKRouter of {Probe().megatron()} is not the class that we know: it has no "
+            f"TopKRouter of {installed_megatron()} is not the class that we know: it has no "
             f"{', '.join(missing)}"
         )
     for name, make in wrappers.items():
@@ -297,6 +298,7 @@ def _names(function: Any) -> dict[str, Any]:
 
 PATCH = Patch(
     name="padding_mask",
+    library="megatron",
     targets=(
         f"{_MODEL}.forward",
         f"{_MODEL}.build_schedule_plan",
@@ -309,6 +311,16 @@ PATCH = Patch(
         f"{_ROUTER}.aux_loss_load_balancing",
     ),
     modules=(_MODULE,),
+    requires=_MODULE,
+    after=("router_objects",),
+    relies_on=tuple(  # what it runs on the rows that are no padding
+        f"megatron.core.transformer.moe.moe_utils:{name}"
+        for name in (
+            *("z_loss_func", "switch_load_balancing_loss_func"),
+            *("sequence_load_balancing_loss_func", _SCORES),
+        )
+    ),
+    checks=("padding-mask", "padding-model", "padding-counts", "padding-tp-sp", "padding-pp"),
     why=(
         "Before 0.16 padding counts: in the expert bias, the z-loss and the auxiliary losses, "
         "which then balance experts for tokens that are none."

@@ -4,21 +4,21 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "megatron.core.transformer.moe.moe_layer"
 _TARGET = f"{_MODULE}:MoELayer.forward"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     takes = "padding_mask" in probe.parameters(_TARGET)
     return takes, f"MoELayer.forward takes {'a' if takes else 'no'} padding_mask"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(Probe().find(f"{_MODULE}:MoELayer"), "forward", _fitting)
+    transaction.wrap(probe.find(f"{_MODULE}:MoELayer"), "forward", _fitting)
 
 
 def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +40,11 @@ def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="padding_mask_shape",
+    library="megatron",
     targets=(_TARGET,),
     modules=("megatron.core.transformer.moe.router", _MODULE),  # 0.12 ... 0.14 may import one only
+    requires=_MODULE,
+    checks=("padding-shape",),
     why=(
         "GPTModel cuts the mask for sequence parallelism only where it embeds tokens: later "
         "pipeline stages and hybrid models hand the whole one to routers that hold a part of the "

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import with_globals
 from replay_patch.patching.transaction import Transaction
 
@@ -14,7 +14,7 @@ _ROUTER = "megatron.core.transformer.moe.router"
 _NAME = "get_tokens_per_expert_and_token_count"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     count, loss = (
         probe.find(f"{_ROUTER}:{name}") for name in (_NAME, "switch_load_balancing_loss_func")
     )
@@ -57,8 +57,12 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="padding_only_loss",
+    library="megatron",
     targets=(f"{_UTILS}:{_NAME}", f"{_ROUTER}:{_NAME}"),
     modules=(_ROUTER,),
+    requires=_ROUTER,
+    relies_on=(f"{_UTILS}:switch_load_balancing_loss_func",),
+    checks=("padding-only",),
     why=(
         "With `padding_mask` the auxiliary losses are divided by the square of the number of real "
         "tokens. If there is none, loss and gradients are NaN, and so are all weights after the "

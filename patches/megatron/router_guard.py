@@ -6,21 +6,21 @@ from typing import Any
 from replay_patch.errors import RouteError
 from replay_patch.megatron.ascend import refuse_features
 from replay_patch.megatron.config import replay_enabled
-from replay_patch.patching import activation
+from replay_patch.patching import activation, probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.transformer.moe.router"
 _BASE = f"{_MODULE}:Router"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     return True, "no release looks whether replay can work"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(Probe().find(_BASE), "__init__", _guarding)
+    transaction.wrap(probe.find(_BASE), "__init__", _guarding)
 
 
 def _guarding(original: Callable[..., None]) -> Callable[..., None]:
@@ -36,14 +36,14 @@ def _guarding(original: Callable[..., None]) -> Callable[..., None]:
 
 def refuse_unknown(cls: Any) -> None:
     """Raise RouteError for a router class with which replay would be ignored."""
-    if not issubclass(cls, Probe().find(f"{_MODULE}:TopKRouter")):
+    if not issubclass(cls, probe.find(f"{_MODULE}:TopKRouter")):
         expected = "a TopKRouter"
     elif not _reaches_ours(cls.forward):
         expected = "its forward to call TopKRouter.forward"
     else:
         return
     raise RouteError(
-        f"{Probe().megatron()}: router class {cls.__module__}.{cls.__qualname__} with routing "
+        f"{installed_megatron()}: router class {cls.__module__}.{cls.__qualname__} with routing "
         f"replay on; expected {expected}, because replay would be ignored. Derive it so, or "
         "switch replay off"
     )
@@ -61,8 +61,12 @@ def _reaches_ours(forward: Any) -> bool:
 
 PATCH = Patch(
     name="router_guard",
+    library="megatron",
     targets=(f"{_BASE}.__init__",),
     modules=(_MODULE,),
+    requires=_MODULE,
+    relies_on=(f"{_MODULE}:",),
+    checks=("guard", "npu-refusals"),
     why=(
         "Where another patch failed, is skipped or was overwritten, or the router is of a class "
         "that bypasses Megatron's TopKRouter, a config with replay on would train with other "

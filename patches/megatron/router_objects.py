@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.megatron.config import replay_enabled, router_cuda_graph, router_fusion
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.transformer.moe.router"
 _ROUTER = f"{_MODULE}:TopKRouter"
@@ -15,19 +16,19 @@ _BASE = f"{_MODULE}:Router"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     # 0.11 has the same classes, but computes its losses in passes without gradient, too.
     scores = "compute_routing_scores_for_aux_loss"
     if not (probe.find(f"{_ROUTER}.{scores}") or probe.find(f"{_UTILS}:{scores}")):
         raise LookupError(
-            f"neither TopKRouter nor moe_utils has {scores}: this is {probe.megatron()}, and "
+            f"neither TopKRouter nor moe_utils has {scores}: this is {installed_megatron()}, and "
             "replay-patch supports megatron-core 0.12.0 and later"
         )
     return True, "routers have no replay object that knows its layer"
 
 
 def _apply(transaction: Transaction) -> None:
-    router, base = Probe().find(_ROUTER), Probe().find(_BASE)
+    router, base = probe.find(_ROUTER), probe.find(_BASE)
     if not hasattr(router, "router_replay"):
         transaction.set(router, "router_replay", None)  # what a router without replay answers
     transaction.wrap(base, "set_layer_number", _numbering)
@@ -47,7 +48,7 @@ def _building(original: Callable[..., None]) -> Callable[..., None]:
         if router_fusion(self.config) and not _can_fuse():
             refusals.warn_once(
                 "moe_router_fusion is on, but %s has no fused router: it runs unfused",
-                Probe().megatron(),
+                installed_megatron(),
             )
         if not replay_enabled(self.config):
             if getattr(self, "router_replay", None) is not None:
@@ -104,17 +105,25 @@ def _leave(replay: Any) -> None:
 
 def _can_fuse() -> bool:
     names = ("topk_routing_with_score_function", "topk_softmax_with_capacity")
-    return any("fused" in Probe().parameters(f"{_MODULE}:{name}") for name in names)
+    return any("fused" in probe.parameters(f"{_MODULE}:{name}") for name in names)
 
 
 PATCH = Patch(
     name="router_objects",
+    library="megatron",
     targets=(
         f"{_ROUTER}.__init__",
         f"{_ROUTER}.forward",
         f"{_BASE}.set_layer_number",
     ),
     modules=(_MODULE,),
+    requires=_MODULE,
+    relies_on=(
+        _ROUTER,
+        f"{_ROUTER}.compute_routing_scores_for_aux_loss",
+        f"{_UTILS}:compute_routing_scores_for_aux_loss",
+    ),
+    checks=("router-objects",),
     why=(
         "Before 0.16 a router has no replay object, from 0.16 on only under Megatron's own config "
         "name; the object knows no layer before 0.19, and its global list keeps dead routers. "

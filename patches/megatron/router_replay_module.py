@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "megatron.core.transformer.moe.router_replay"
@@ -56,7 +55,7 @@ def provided() -> bool:
     return isinstance(getattr(spec, "loader", None), _Provider)
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     real = _MODULE in sys.modules and not provided()  # the release's router imports its own
     return not real, f"this release has {'its own' if real else 'no'} {_MODULE}"
 
@@ -67,8 +66,11 @@ def _apply(transaction: Transaction) -> None:
 
 PATCH = Patch(
     name="router_replay_module",
+    library="megatron",
     targets=(f"{_MODULE}:RouterReplay", f"{_MODULE}:RouterReplayAction"),
     modules=(_ROUTER,),
+    requires=_ROUTER,
+    checks=("replay-api",),
     why="Trainers import `RouterReplay` from Megatron, which has it only from 0.16 on.",
     how=(
         "A finder appended to `sys.meta_path`, so that a real module always wins, gives the module "

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import globals_of, with_globals
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUTER = "megatron.core.transformer.moe.router"
@@ -25,30 +26,29 @@ _NAMES = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 """0.12 and 0.13; from 0.14 on."""
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
-    name = _name(probe)
+def _needed() -> tuple[bool, str]:
+    name = _name()
     if "router_replay" in probe.parameters(f"{_UTILS}:{name}"):
         return False, f"{name} takes router_replay"
     return True, f"{name} takes no router_replay"
 
 
-def _name(probe: Probe) -> str:
+def _name() -> str:
     for name in _NAMES:
         if probe.find(f"{_ROUTER}:{name}") is not None:
             return name
     raise LookupError(
-        f"{_ROUTER} uses none of {', '.join(_NAMES)}: this is {probe.megatron()}, and replay-patch "
-        "supports megatron-core 0.12.0 and later"
+        f"{_ROUTER} uses none of {', '.join(_NAMES)}: this is {installed_megatron()}, and "
+        "replay-patch supports megatron-core 0.12.0 and later"
     )
 
 
 def _apply(transaction: Transaction) -> None:
-    probe = Probe()
-    name = _name(probe)
+    name = _name()
     original = probe.find(f"{_ROUTER}:{name}")
     with_globals(original, {})  # raises here, and not in the first forward, if it cannot be done
     if not {"torch", "group_limited_topk"} <= inspect.unwrap(original).__globals__.keys():
-        raise LookupError(f"{name} of {probe.megatron()} is not the function that we know")
+        raise LookupError(f"{name} of {installed_megatron()} is not the function that we know")
     transaction.set_everywhere(name, original, _replaying(original))
     transaction.wrap(probe.find(f"{_ROUTER}:Router"), "gating", _noting)
 
@@ -157,11 +157,15 @@ def _with_selection(original: Any, asking: dict[int, _Call]) -> Callable[..., An
 
 PATCH = Patch(
     name="router_topk",
+    library="megatron",
     targets=(
         *(f"{module}:{name}" for name in _NAMES for module in (_UTILS, _ROUTER)),
         f"{_ROUTER}:Router.gating",
     ),
     modules=(_ROUTER,),
+    requires=_ROUTER,
+    relies_on=(f"{_UTILS}:group_limited_topk", f"{_ROUTER}:TopKRouter.routing"),
+    checks=("topk-seam",),
     why="Before 0.16 nothing lets a caller say which experts a router takes.",
     how=(
         "A wrapper of the top-k function, set wherever that function is bound. While the running "

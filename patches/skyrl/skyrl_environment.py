@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 from replay_patch.settings import PREFIX, variables
 
@@ -14,7 +14,7 @@ _MODULE = "skyrl.train.utils.utils"
 _NAME = "prepare_runtime_environment"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     function = probe.find(f"{_MODULE}:{_NAME}")
     if function is None:
         return False, "this release makes no environment for its workers"
@@ -35,8 +35,10 @@ def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="skyrl_environment",
+    library="skyrl",
     targets=(f"{_MODULE}:{_NAME}",),
     modules=(_MODULE,),
+    requires="skyrl",
     why=(
         "Ray workers of a cluster that is running already have the environment of `ray start`, "
         "and of the driver only what SkyRL lists: REPLAY_PATCH=1 before a launch command would "

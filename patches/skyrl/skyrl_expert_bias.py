@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.megatron import expert_bias_mask
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 from replay_patch.patching.wrappers import module_of
 
@@ -15,7 +15,7 @@ _NAME = "patch_topk_router_expert_bias_padding_mask"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     has_it = probe.find(f"{_MODULE}:{_NAME}") is not None
     return has_it, f"this release {'corrects' if has_it else 'does not touch'} the expert bias"
 
@@ -26,8 +26,8 @@ def _apply(transaction: Transaction) -> None:
 
 def _unless_right(original: Callable[..., Any]) -> Callable[..., Any]:
     def unless_right(*args: Any, **kwargs: Any) -> None:
-        ours = module_of(Probe().find(_ROUTER)) == expert_bias_mask.__name__
-        if not ours and expert_bias_mask.PATCH.needed(Probe())[0]:
+        ours = module_of(probe.find(_ROUTER)) == expert_bias_mask.__name__
+        if not ours and expert_bias_mask.PATCH.needed()[0]:
             original(*args, **kwargs)
 
     return unless_right
@@ -35,8 +35,10 @@ def _unless_right(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="skyrl_expert_bias",
+    library="skyrl",
     targets=(f"{_MODULE}:{_NAME}",),
     modules=(_MODULE,),
+    requires="skyrl",
     why=(
         "It gives `_apply_expert_bias` every mask as [tokens, 1]. A Megatron that does so itself "
         "(its main branch) makes that [tokens, 1, 1], allocates tokens x tokens x experts, and "

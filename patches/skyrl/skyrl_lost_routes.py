@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.skyrl import skyrl_missing_routes
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "skyrl.train.trainer"
@@ -15,14 +15,14 @@ _NAME = "convert_to_training_input"
 _FIELD = "rollout_expert_indices"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     function = probe.find(f"{_TRAINER}.{_NAME}")
     takes = function is not None and _FIELD in inspect.unwrap(function).__code__.co_consts
     return takes, f"it {'takes a batch without' if takes else 'does not know'} {_FIELD}"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(Probe().find(_TRAINER), _NAME, _checking)
+    transaction.wrap(probe.find(_TRAINER), _NAME, _checking)
 
 
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +40,10 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="skyrl_lost_routes",
+    library="skyrl",
     targets=(f"{_TRAINER}.{_NAME}",),
     modules=(_MODULE,),
+    requires="skyrl",
     why=(
         "Where an engine or a custom generator returns no routes at all, the batch has none, and "
         "the step trains on native routing, although replay is on."

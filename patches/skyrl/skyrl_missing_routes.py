@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.errors import RouteError
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "skyrl.train.dataset.preprocess"
@@ -15,7 +15,7 @@ _NAME = "convert_prompts_responses_to_batch_tensors"
 _FIELD = "rollout_expert_indices"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     takes = _FIELD in probe.parameters(f"{_MODULE}:{_NAME}")
     return takes, f"samples without routes get {'zeros' if takes else 'nothing'}"
 
@@ -59,8 +59,10 @@ def check(routes: Any, loss_masks: Any) -> None:
 
 PATCH = Patch(
     name="skyrl_missing_routes",
+    library="skyrl",
     targets=(f"{_MODULE}:{_NAME}",),
     modules=(_MODULE,),
+    requires="skyrl",
     why=(
         "A sample that comes back without routes gets zeros, and one batch without any gets none: "
         "these tokens train on expert 0 or on native routing, and nothing says so."

@@ -7,8 +7,8 @@ from typing import Any
 
 from replay_patch.errors import RouteError
 from replay_patch.patches.skyrl.skyrl_replay_setup import check_form, microbatch
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
@@ -19,7 +19,7 @@ _FIELD = "rollout_expert_indices"
 _log = logging.getLogger(__name__)
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     names = {
         name
         for schedule in _SCHEDULES
@@ -28,13 +28,13 @@ def _needed(probe: Probe) -> tuple[bool, str]:
     }
     if "setup_per_microbatch_replay_forward" not in names:
         return False, "its forward steps set up no replay"
-    check_form(probe)
+    check_form()
     return True, "its forward steps set up replay for all chunks, and only where there are routes"
 
 
 def _apply(transaction: Transaction) -> None:
     for name in _SCHEDULES:
-        transaction.wrap(Probe().find(_WRAPPER), name, _replaying)
+        transaction.wrap(probe.find(_WRAPPER), name, _replaying)
 
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,8 +106,10 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="skyrl_replay_schedule",
+    library="skyrl",
     targets=tuple(f"{_WRAPPER}.{name}" for name in _SCHEDULES),
     modules=(_MODULE,),
+    requires="skyrl",
     why=(
         "With virtual stages the first chunk takes the routes out of the batch, and the others "
         "run in the state that it left behind. So do microbatches without routes: they take what "

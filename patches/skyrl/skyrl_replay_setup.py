@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from replay_patch.errors import RouteError
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "skyrl.backends.skyrl_train.utils.replay_utils"
 _NAMES = (
@@ -23,7 +24,7 @@ _PARAMETERS = (
 )
 
 
-def check_form(probe: Probe) -> None:
+def check_form() -> None:
     """Raise LookupError unless SkyRL hands a microbatch over as the release that we know."""
     found = probe.parameters(f"{_MODULE}:{_NAMES[0]}")
     if found != frozenset(_PARAMETERS):
@@ -33,7 +34,7 @@ def check_form(probe: Probe) -> None:
         )
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     import torch
 
     split = probe.find(f"{_MODULE}:_split_replay_indices")
@@ -41,7 +42,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
         [rows] = split(torch.arange(4).view(2, 2, 1, 1))  # two sequences of two positions
         if rows.flatten().tolist() == [0, 2, 1, 3] and not _by_position():
             return False, "routes are in the order of the router rows, and routers by layer"
-    check_form(probe)
+    check_form()
     return True, "routes are flattened sequence after sequence, and routers go by places in a list"
 
 
@@ -81,7 +82,7 @@ def _forward(
     action = importlib.import_module(MODULE).RouterReplayAction.REPLAY_FORWARD
     if (getattr(model_config, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
         raise RouteError(
-            f"{Probe().megatron()}, SkyRL's {_NAMES[0]}: the model has virtual pipeline stages, "
+            f"{installed_megatron()}, SkyRL's {_NAMES[0]}: the model has virtual pipeline stages, "
             "and the call does not say which of them it is for; expected a schedule of "
             "MegatronModelWrapper's, or a replay_patch.replaying() block, which know"
         )
@@ -135,7 +136,7 @@ def _entries(layers: Sequence[int]) -> list[Any]:
     wrong = {number: len(found) for number, found in by_layer.items() if len(found) != 1}
     if wrong or len(by_layer) > len(layers):
         raise RouteError(
-            f"{Probe().megatron()}, SkyRL's {_NAMES[0]}: the MoE layers of this stage are "
+            f"{installed_megatron()}, SkyRL's {_NAMES[0]}: the MoE layers of this stage are "
             f"{tuple(layers)}, and routers with replay on are in {sorted(by_layer, key=str)} "
             f"(not one for a layer: {wrong}); expected one model with replay on in a process. "
             "Switch replay off for the others, or run each by MegatronModelWrapper, or with "
@@ -263,8 +264,10 @@ def _tokens(
 
 PATCH = Patch(
     name="skyrl_replay_setup",
+    library="skyrl",
     targets=tuple(f"{_MODULE}:{name}" for name in _NAMES),
     modules=(_MODULE,),
+    requires="skyrl",
     why=(
         "SkyRL flattens routes sequence after sequence, and Megatron's rows are position after "
         "position: with several unpacked sequences all tokens get others' experts. It takes its "

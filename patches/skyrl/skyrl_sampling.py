@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "skyrl.train.utils.trainer_utils"
@@ -14,7 +14,7 @@ _FIELD = "rollout_expert_indices"
 _NAMES = ("filter_generator_output", "handle_replace_sampling")
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     found = [probe.find(f"{_MODULE}:{name}") for name in _NAMES]
     if None in found:
         return False, "this release samples in another way"
@@ -60,8 +60,10 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="skyrl_sampling",
+    library="skyrl",
     targets=tuple(f"{_MODULE}:{name}" for name in _NAMES),
     modules=(_MODULE,),
+    requires="skyrl",
     why=(
         "Dynamic sampling copies a list of fields, and routes are not on it: with `filter` they "
         "are lost, so that the step trains on native routing; with `replace` a new sample gets "

@@ -12,8 +12,8 @@ from replay_patch.patches.verl.verl_engine_pass import (
     wide_ids,
 )
 from replay_patch.patches.verl.verl_router_lists import running
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import content
 from replay_patch.patching.transaction import Transaction
 
@@ -22,13 +22,13 @@ _ACTOR = f"{_MODULE}:MegatronPPOActor"
 _PASS, _RECORD = "forward_backward_batch", "compute_log_prob"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     clears = "finally:" in source(probe.find(f"{_ACTOR}.{_PASS}"))
     return not clears, f"{_PASS} has {'a' if clears else 'no'} finally"
 
 
 def _apply(transaction: Transaction) -> None:
-    actor = Probe().find(_ACTOR)
+    actor = probe.find(_ACTOR)
     transaction.wrap(actor, _PASS, _clean)
     transaction.wrap(actor, _RECORD, _recorded)
 
@@ -66,8 +66,10 @@ def _clean(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="verl_actor_pass",
+    library="verl",
     targets=(f"{_ACTOR}.{_PASS}", f"{_ACTOR}.{_RECORD}"),
     modules=(_MODULE,),
+    requires="verl",
     why="What verl_engine_pass is for, in the other place of 0.7 that does the same.",
     how=(
         f"`{_PASS}` is verl's own, with actions, targets and recordings cleared when it raises, "

@@ -9,17 +9,18 @@ from typing import Any
 
 from replay_patch.errors import RouteError
 from replay_patch.patches.verl.verl_router_lists import running
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import Instead, with_globals
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "verl.workers.engine.megatron.transformer_impl"
 _PASS = f"{_MODULE}:MegatronEngine.forward_backward_batch"
 _SET = "verl.utils.megatron.router_replay_utils:set_router_replay_data"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     text = source(probe.find(_PASS))
     clears = "finally:" in text and "clear_global" in text
     formats = "data_format" in probe.parameters(_SET)
@@ -30,7 +31,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    cls = Probe().find(f"{_MODULE}:MegatronEngine")
+    cls = probe.find(f"{_MODULE}:MegatronEngine")
     transaction.wrap(cls, "forward_backward_batch", _clean)
 
 
@@ -70,7 +71,7 @@ def source(function: Any) -> str:
 def refuse_padded(setting: str) -> None:
     """Raise RouteError: rows of padded sequences are not those of packed ones."""
     raise RouteError(
-        f"{Probe().megatron()}, verl: routing replay with padded sequences (bshd) and more than "
+        f"{installed_megatron()}, verl: routing replay with padded sequences (bshd) and more than "
         "one of them in a microbatch; verl lays routes out as rows of packed sequences, so tokens "
         f"would get each other's experts. Set {setting}=True, or a micro batch size of 1 and no "
         "dynamic batch size"
@@ -134,8 +135,10 @@ def casts_to_uint8(function: Any) -> bool:
 
 PATCH = Patch(
     name="verl_engine_pass",
+    library="verl",
     targets=(_PASS,),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "verl clears actions, targets and recorded microbatches only where a pass ends well. After "
         "an exception the next recording has microbatches of the failed one in front, and the next "

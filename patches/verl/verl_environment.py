@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 from replay_patch.settings import PREFIX, variables
 
@@ -13,7 +13,7 @@ _MODULE = "verl.trainer.constants_ppo"
 _NAME = "get_ppo_ray_runtime_env"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     made = getattr(probe.find(f"{_MODULE}:{_NAME}"), "__code__", None)
     lacks = made is not None and PREFIX not in made.co_consts
     return lacks, f"what it gives to workers {'lacks' if lacks else 'has'} our variables"
@@ -33,8 +33,10 @@ def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="verl_environment",
+    library="verl",
     targets=(f"{_MODULE}:{_NAME}",),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "Ray workers of a cluster that is running already have the environment of `ray start`, "
         "and of the driver only what verl lists: REPLAY_PATCH=1 before a launch command would "

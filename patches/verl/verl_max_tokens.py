@@ -10,8 +10,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.workers.rollout.vllm_rollout.vllm_async_server"
@@ -19,9 +19,9 @@ _SERVERS = (f"{_MODULE}:vLLMHttpServerBase", f"{_MODULE}:vLLMHttpServer")  # 0.7
 _KEYS = ("max_tokens", "max_new_tokens")
 
 
-def needed(probe: Probe, servers: tuple[str, ...]) -> tuple[bool, str]:
+def needed(servers: tuple[str, ...]) -> tuple[bool, str]:
     """Whether a server asks for more than it may, or for nothing."""
-    owners = _owners(probe, servers)
+    owners = _owners(servers)
     for short, full in (_asked(vars(owner)["generate"]) for owner in owners):
         found = f"{short} tokens are asked for where 8 are allowed, {full} where none are left"
         if (short, full) != (8, 1):
@@ -31,11 +31,11 @@ def needed(probe: Probe, servers: tuple[str, ...]) -> tuple[bool, str]:
 
 def apply(transaction: Transaction, servers: tuple[str, ...], spare: int) -> None:
     """Bound what is asked for. `spare`: tokens of the context that stay empty."""
-    for owner in _owners(Probe(), servers):
+    for owner in _owners(servers):
         transaction.wrap(owner, "generate", functools.partial(_bounded, spare))
 
 
-def _owners(probe: Probe, servers: tuple[str, ...]) -> list[Any]:
+def _owners(servers: tuple[str, ...]) -> list[Any]:
     """The classes that have the servers' `generate`. A Ray actor has a copy of its class inside."""
     owners = []
     for server in filter(None, map(probe.find, servers)):
@@ -133,8 +133,10 @@ HOW = (
 
 PATCH = Patch(
     name="verl_max_tokens",
+    library="verl",
     targets=tuple(f"{server}.generate" for server in _SERVERS),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "verl 0.7.0 lets a response be as much longer as its prompt is shorter than the longest "
         "one: `routed_experts` has rows for tokens that are cut off afterwards, and no common "

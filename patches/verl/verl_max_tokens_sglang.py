@@ -10,8 +10,10 @@ _SERVERS = (f"{_MODULE}:SGLangHttpServer",)
 
 PATCH = Patch(
     name="verl_max_tokens_sglang",
+    library="verl",
     targets=tuple(f"{server}.generate" for server in _SERVERS),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "As `verl_max_tokens`, for verl's SGLang server: 0.7.0 lets a response grow where the "
         "prompt is short. All releases ask for 0 tokens where a multi-turn loop has none left, and "

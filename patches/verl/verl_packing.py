@@ -6,8 +6,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import with_globals
 from replay_patch.patching.transaction import Transaction
 
@@ -16,12 +16,12 @@ _PACK = "preprocess_thd_no_padding"
 _RECORD = f"{_MODULE}:merge_router_topk_indices"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     pack = getattr(sys.modules[_MODULE], _PACK, None)
     if pack is None:
         return False, "the helpers pack with another function"
     ids = _nested([3, 2])
-    results, takes = len(_alone(pack)(ids)), _taken(probe)
+    results, takes = len(_alone(pack)(ids)), _taken()
     try:
         _alone(pack)(_nested([3, 2], 1, 2))
         routes = "packs"
@@ -32,7 +32,7 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    module, taken = sys.modules[_MODULE], _taken(Probe())
+    module, taken = sys.modules[_MODULE], _taken()
     transaction.set(module, _PACK, _by_rows(getattr(module, _PACK), taken))
 
 
@@ -52,7 +52,7 @@ def _by_rows(original: Callable[..., Any], taken: int) -> Callable[..., Any]:
     return preprocess_thd_no_padding
 
 
-def _taken(probe: Probe) -> int:
+def _taken() -> int:
     """Into how many names recording unpacks the results."""
     text = inspect.getsource(inspect.unwrap(probe.find(_RECORD)))
     [line] = [line for line in text.splitlines() if f"= {_PACK}(" in line]
@@ -78,8 +78,10 @@ def _nested(lengths: list[int], *more: int) -> Any:
 
 PATCH = Patch(
     name="verl_packing",
+    library="verl",
     targets=(f"{_MODULE}:{_PACK}",),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "In 0.7.1 this function returns three results, of which recording takes two: R2 fails in "
         "the first old-log-prob pass of verl's engine. It also makes positions of the shape of "

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.errors import SettingsError
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.utils.config"
 _NAME = "validate_config"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     names = probe.find(f"{_MODULE}:{_NAME}").__code__.co_names
     return "enable_rollout_routing_replay" not in names, f"{_NAME} does not ask for the R2 sources"
 
@@ -56,8 +56,10 @@ def _refuse(setting: str, why: str) -> None:
 
 PATCH = Patch(
     name="verl_replay_config",
+    library="verl",
     targets=(f"{_MODULE}:{_NAME}",),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "R2 replays what the old-log-prob pass has recorded. With `bypass_mode` there is no such "
         "pass, and the first update fails (from 0.9 on verl refuses it). With "

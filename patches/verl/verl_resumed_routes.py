@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _NAME = "FullyAsyncLLMServerClient"
@@ -15,20 +15,20 @@ _MODULES = (
 )
 
 
-def _client(probe: Probe) -> Any:
+def _client() -> Any:
     found = [probe.find(f"{module}:{_NAME}") for module in _MODULES]
     return next((cls for cls in found if cls is not None), None)
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
-    method = vars(_client(probe) or object).get("generate")
+def _needed() -> tuple[bool, str]:
+    method = vars(_client() or object).get("generate")
     code = getattr(method and inspect.unwrap(method), "__code__", None)
     merges = "routed_experts" in getattr(code, "co_names", ())
     return merges, f"{_NAME} {'puts' if merges else 'does not put'} rows together by their number"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(_client(Probe()), "generate", _by_token)
+    transaction.wrap(_client(), "generate", _by_token)
 
 
 def _by_token(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,8 +53,10 @@ def _by_token(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="verl_resumed_routes",
+    library="verl",
     targets=tuple(f"{module}:{_NAME}.generate" for module in _MODULES),
     modules=_MODULES,
+    requires="verl",
     why=(
         "A resumed generation returns rows for the whole sequence, and verl appends as many of the "
         "last as there are new tokens. 0.8.0 fails on vLLM's arrays (`torch.cat`); with 0.9 one "

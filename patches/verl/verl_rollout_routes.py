@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from replay_patch.errors import RouteError
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 from replay_patch.patching.wrappers import chain
 
@@ -18,7 +18,7 @@ _WORKERS = (f"{_MODULE}:AgentLoopWorkerBase", f"{_MODULE}:AgentLoopWorker")  # 0
 _CLIENTS = (f"{_MODULE}:AsyncLLMServerManager", "verl.workers.rollout.llm_server:LLMServerClient")
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     fields = getattr(probe.find(f"{_MODULE}:AgentLoopOutput"), "model_fields", {})
     named = sorted(name for name in fields if name.startswith("routed_experts"))
     return named == ["routed_experts"], f"an agent loop returns {named or 'no routes'}"
@@ -40,7 +40,7 @@ def _copied(cls: Any, original: Any) -> Iterator[Any]:
 
 
 def _first(places: tuple[str, ...]) -> Any:
-    found = [cls for cls in map(Probe().find, places) if cls is not None]
+    found = [cls for cls in map(probe.find, places) if cls is not None]
     if not found:
         raise LookupError(f"none of {', '.join(places)} is there")
     return found[0]
@@ -155,11 +155,13 @@ def _own(name: str, rows: Any, tokens: list[int], sampled: list[int]) -> Any:
 
 PATCH = Patch(
     name="verl_rollout_routes",
+    library="verl",
     targets=(
         *(f"{worker}.{_RUN}" for worker in _WORKERS),
         *(f"{client}.generate" for client in _CLIENTS),
     ),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "Each of verl's agent loops hands on `routed_experts` by itself: 0.7.0's tool loop leaves "
         "it out; one of several turns without routes leaves the rows of the turn before; and where "

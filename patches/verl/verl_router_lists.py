@@ -10,16 +10,17 @@ from typing import Any
 
 from replay_patch.errors import RouteError
 from replay_patch.megatron.config import replay_enabled
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 
 _MODULE = "verl.utils.megatron.router_replay_utils"
 _LIST = f"{_MODULE}:RouterReplayHelper.get_micro_batch_router_list"
 _SET = f"{_MODULE}:set_router_replay_data"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     helper = probe.find(_LIST)
     code = getattr(getattr(helper, "__func__", helper), "__code__", None)
     positional = code is not None and "router_instances" in code.co_names
@@ -27,9 +28,9 @@ def _needed(probe: Probe) -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    helper = Probe().find(f"{_MODULE}:RouterReplayHelper")
+    helper = probe.find(f"{_MODULE}:RouterReplayHelper")
     transaction.wrap(helper, "get_micro_batch_router_list", _by_layer)
-    code = inspect.unwrap(Probe().find(_SET)).__code__
+    code = inspect.unwrap(probe.find(_SET)).__code__
     if "index_by_layer" not in code.co_varnames:  # 0.7.0
         module = sys.modules[_MODULE]
         transaction.set(module, "set_router_replay_data", _in_its_order(module))
@@ -77,8 +78,8 @@ def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         wrong = {n: len(by_layer.get(n, ())) for n in layers if len(by_layer.get(n, ())) != 1}
         if wrong:
             raise RouteError(
-                f"{Probe().megatron()}, verl: the layers of this stage are {layers}, and of these "
-                f"have another number of routers with replay on than one: {wrong} (layer: "
+                f"{installed_megatron()}, verl: the layers of this stage are {layers}, and of "
+                f"these have another number of routers with replay on than one: {wrong} (layer: "
                 "routers); expected one model with replay on in a process of this verl, which "
                 "asks for routers without saying of which model. Switch replay off for the others "
                 "(reference, critic), or put them into other processes"
@@ -105,7 +106,7 @@ def _in_its_order(module: Any) -> Callable[..., None]:
             axis = list(all_moe)
         if held != len(axis):
             raise RouteError(
-                f"{Probe().megatron()}, verl: routes of {held} layers; expected all "
+                f"{installed_megatron()}, verl: routes of {held} layers; expected all "
                 f"{tf_config.num_layers}, or the {len(all_moe)} MoE layers"
             )
         layers = _layers(tf_config, vp_rank)
@@ -118,8 +119,10 @@ def _in_its_order(module: Any) -> Callable[..., None]:
 
 PATCH = Patch(
     name="verl_router_lists",
+    library="verl",
     targets=(_LIST, _SET),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "verl slices the list of all routers by layer counts: with routers of another model, of a "
         "decoder that was built twice or of MTP blocks in it, every router gets another layer's "

@@ -6,16 +6,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import activation
+from replay_patch.patching import activation, probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.utils.megatron.router_replay_patch"
 _NAMES = ("RouterReplay", "RouterReplayAction")
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     code = getattr(probe.find(f"{_MODULE}:apply_router_replay_patch"), "__code__", None)
     replaces = code is not None and "routing" in code.co_names
     return replaces, f"apply_router_replay_patch replaces {'' if replaces else 'not '}TopKRouter's"
@@ -71,12 +70,14 @@ def _captured(ids: Any, mask: Any) -> Any:
 
 PATCH = Patch(
     name="verl_router_replay",
+    library="verl",
     targets=(
         f"{_MODULE}:RouterReplay",
         f"{_MODULE}:RouterReplayAction",
         f"{_MODULE}:apply_router_replay_patch",
     ),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "verl replaces `TopKRouter.routing` by a copy of one release's: on 0.12 and 0.13 it fails "
         "with an auxiliary loss or a capacity factor, on later ones it drops what the release has "

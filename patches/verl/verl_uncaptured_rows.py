@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.rebinding import Instead, with_globals
 from replay_patch.patching.transaction import Transaction
 
@@ -13,7 +13,7 @@ _MODULE = "verl.workers.utils.padding"
 _NAME = "left_right_2_no_padding"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     code = getattr(probe.find(f"{_MODULE}:{_NAME}"), "__code__", None)
     narrows = code is not None and "uint8" in code.co_names
     return narrows, f"{_NAME} {'makes ids uint8' if narrows else 'leaves ids as they are'}"
@@ -31,8 +31,10 @@ def _signed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="verl_uncaptured_rows",
+    library="verl",
     targets=(f"{_MODULE}:{_NAME}",),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "verl 0.7.1 and 0.8 make routes uint8 if no id is above 255: the -1 of a token without a "
         "route (verl_rollout_routes) becomes 255, which is no expert, or, of 256, another one."

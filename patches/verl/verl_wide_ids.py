@@ -1,28 +1,30 @@
 """Ids recorded by verl's helper keep their value above 256 experts."""
 
 from replay_patch.patches.verl.verl_engine_pass import casts_to_uint8, wide_ids
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.utils.megatron.router_replay_utils"
 _NAME = "merge_router_topk_indices"
 
 
-def _needed(probe: Probe) -> tuple[bool, str]:
+def _needed() -> tuple[bool, str]:
     narrow = casts_to_uint8(probe.find(f"{_MODULE}:{_NAME}"))
     return narrow, f"{_NAME} casts {'' if narrow else 'not '}to uint8"
 
 
 def _apply(transaction: Transaction) -> None:
-    original = Probe().find(f"{_MODULE}:{_NAME}")
+    original = probe.find(f"{_MODULE}:{_NAME}")
     transaction.set_everywhere(_NAME, original, wide_ids(original))
 
 
 PATCH = Patch(
     name="verl_wide_ids",
+    library="verl",
     targets=(f"{_MODULE}:{_NAME}",),
     modules=(_MODULE,),
+    requires="verl",
     why=(
         "Before 0.9 recorded ids are cast to uint8: with more than 256 experts (Kimi K2, "
         "Qwen3-Next) expert 300 becomes 44 in the replay, and nothing says so."

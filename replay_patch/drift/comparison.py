@@ -21,53 +21,19 @@ from replay_patch.drift.fingerprints import ABSENT, UNSEEN, Fingerprint, moved, 
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix import environments
 from replay_patch.megatron import no_triton
-from replay_patch.patches import PATCHES
-from replay_patch.patching.probe import Probe
+from replay_patch.patching.patch import Patch
+from replay_patch.patching.registry import patches
+from replay_patch.refusals import installed_megatron
 
 __all__ = ["compare", "describe", "examine", "known_targets", "live", "watched"]
 
 KNOWN = Path(__file__).with_name("known_targets.json")
 
-_MOE = "megatron.core.transformer.moe"
-_LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
-_MTP = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
-_MTP_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
-_REPLAY = f"{_MOE}.router_replay:RouterReplay"
-
-# What a patch relies on and does not change itself. `module:` is the list of its classes.
-_STANDS_ON = {
-    "layer_helpers": (f"{_LAYOUT}.get_num_layers_to_build", f"{_LAYOUT}.get_layer_offset"),
-    "native_router_replay": tuple(  # the methods that it wraps
-        f"{_REPLAY}.{name}"
-        for name in (
-            *("__init__", "get_replay_topk", "record_indices", "clear_indices"),
-            *("set_target_indices", "set_router_replay_action", "set_global_router_replay_action"),
-            *("set_replay_data", "set_global_static_buffers", "clear_global_indices"),
-        )
-    ),
-    "router_topk": (f"{_MOE}.moe_utils:group_limited_topk", f"{_MOE}.router:TopKRouter.routing"),
-    "fused_router": (f"{_MOE}.router:TopKRouter.routing",),
-    "router_objects": (
-        f"{_MOE}.router:TopKRouter",
-        f"{_MOE}.router:TopKRouter.compute_routing_scores_for_aux_loss",
-        f"{_MOE}.moe_utils:compute_routing_scores_for_aux_loss",
-    ),
-    "router_guard": (f"{_MOE}.router:",),
-    "mtp_depth": (f"{_MTP}._build_layers",),
-    "padding_mask": tuple(  # what it runs on the rows that are no padding
-        f"{_MOE}.moe_utils:{name}"
-        for name in (
-            *("z_loss_func", "switch_load_balancing_loss_func"),
-            *("sequence_load_balancing_loss_func", "compute_routing_scores_for_aux_loss"),
-        )
-    ),
-    "padding_only_loss": (f"{_MOE}.moe_utils:switch_load_balancing_loss_func",),
-    "mtp_recompute_mask": tuple(
-        f"{_MTP_LAYER}.{name}" for name in ("forward", "_proj_and_transformer_layer")
-    ),
-}
 _NEEDED = "needed:"
-_OF_MEGATRON = tuple(patch for patch in PATCHES if patch.library == "megatron")
+
+
+def _of_megatron() -> list[Patch]:
+    return [patch for patch in patches() if not patch.optional]
 
 
 def watched() -> dict[str, tuple[str, ...]]:
@@ -76,8 +42,8 @@ def watched() -> dict[str, tuple[str, ...]]:
     Keys are `module:qualname`, `module:` (its classes), and `needed:patch` (whether it is needed).
     """
     out: dict[str, tuple[str, ...]] = {}
-    for patch in _OF_MEGATRON:
-        own = (f"{_NEEDED}{patch.name}", *patch.targets, *_STANDS_ON.get(patch.name, ()))
+    for patch in _of_megatron():
+        own = (f"{_NEEDED}{patch.name}", *patch.targets, *patch.relies_on)
         for target in dict.fromkeys(own):
             out[target] = (*out.get(target, ()), patch.name)
     return out
@@ -115,7 +81,7 @@ def examine(
 def live() -> dict[str, Fingerprint]:
     """The fingerprint of everything `watched`, here. Imports Megatron; the plugin must be off."""
     out = {t: of_target(t) for t in watched() if not t.startswith(_NEEDED)}
-    return out | {f"{_NEEDED}{patch.name}": of_need(patch) for patch in _OF_MEGATRON}
+    return out | {f"{_NEEDED}{patch.name}": of_need(patch) for patch in _of_megatron()}
 
 
 def known_targets() -> dict[str, Any]:
@@ -152,7 +118,7 @@ def compare(
 
     nearest = max(reversed(known["releases"]), key=agreeing)  # the newest, among equals
     items = []
-    for target, patches in watched().items():
+    for target, concerned in watched().items():
         if target not in here or tested[target][nearest] == here[target]:
             continue
         same = [r for r in known["releases"] if tested[target][r] == here[target]]
@@ -164,7 +130,7 @@ def compare(
             what += f" (as on {same[-1]}; the combination is not tested)"
         items += [
             {"patch": patch, "target": target, "what": what, "nearest": nearest}
-            for patch in patches
+            for patch in concerned
         ]
     return items
 
@@ -173,12 +139,12 @@ def describe(items: Sequence[Mapping[str, str]]) -> str:
     """The items of `compare` as lines for people; "" if there are none."""
     if not items:
         return ""
-    patches: dict[str, list[str]] = {}
+    concerned: dict[str, list[str]] = {}
     targets: dict[tuple[str, str], dict[str, None]] = {}
     for item in items:
-        patches.setdefault(item["target"], []).append(item["patch"])
+        concerned.setdefault(item["target"], []).append(item["patch"])
     for item in items:  # a function that another module imports has moved there, too
-        concerns = ", ".join(patches[item["target"]])
+        concerns = ", ".join(concerned[item["target"]])
         name = item["target"].rstrip(":").replace(_NEEDED, "patch ")
         targets.setdefault((item["what"], concerns), {})[name] = None
     lines = [
@@ -295,7 +261,7 @@ def main() -> None:
     targets = live()
     there = any(f["kind"] != ABSENT for t, f in targets.items() if not t.startswith(_NEEDED))
     with stdout:
-        json.dump({"megatron": Probe().megatron() if there else None, "targets": targets}, stdout)
+        json.dump({"megatron": installed_megatron() if there else None, "targets": targets}, stdout)
 
 
 if __name__ == "__main__":

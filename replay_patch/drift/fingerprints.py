@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
-from replay_patch.patching.probe import Probe
 
 Fingerprint = dict[str, Any]
 
@@ -48,7 +48,7 @@ def of_target(target: str) -> Fingerprint:
     if problem is not None:
         return problem
     try:
-        found = Probe().find(target) if path else sys.modules[module]
+        found = probe.find(target) if path else sys.modules[module]
         return {"kind": ABSENT} if found is None else fingerprint(found)
     except Exception as error:  # noqa: BLE001 - a stranger's object may answer in any way
         return {"kind": UNSEEN, "reason": f"{target}: {type(error).__name__}: {error}"}
@@ -60,7 +60,7 @@ def of_need(patch: Patch) -> Fingerprint:
     if problems:
         return problems[0]
     try:
-        needed, reason = patch.needed(Probe())
+        needed, reason = patch.needed()
     except Exception as error:  # noqa: BLE001 - the ledger catches all, too
         return {"kind": type(error).__name__, "reason": f"{error}"}
     return {"kind": "needed" if needed else "not needed", "reason": reason}

@@ -75,7 +75,7 @@ def _import(mindspeed: bool) -> dict[str, Any]:
 
     cpu.install()
     import replay_patch
-    from replay_patch.patches import MEGATRON_MODULES
+    from replay_patch.patching.registry import megatron_modules
 
     replay_patch.activate()
     version = None
@@ -85,7 +85,7 @@ def _import(mindspeed: bool) -> dict[str, Any]:
     import megatron.core
     from megatron.core.package_info import __version__
 
-    for module in MEGATRON_MODULES:
+    for module in megatron_modules():
         importlib.import_module(module)
     importlib.import_module("megatron.core.models.gpt")
     cpu.patch_megatron()

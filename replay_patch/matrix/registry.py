@@ -3,14 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replay_patch.patches import PATCHES, REPLAY_PATCHES
+from replay_patch.patching.patch import REPLAYING
+from replay_patch.patching.registry import patches
 
-__all__ = ["CHECKS", "EVERY_PATCH", "REPLAY", "Check", "Skip", "check"]
-
-EVERY_PATCH = tuple(patch.name for patch in PATCHES)
-
-REPLAY = ("config_fields", *REPLAY_PATCHES)
-"""What a config with replay on needs, and so every check that records or replays in a router."""
+__all__ = ["CHECKS", "Check", "Skip", "check"]
 
 
 class Skip(Exception):
@@ -42,7 +38,12 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    name: str, *, patches: tuple[str, ...] = (), ranks: int = 1, mindspeed: bool = False
+    name: str,
+    *,
+    replays: bool = False,
+    every_patch: bool = False,
+    ranks: int = 1,
+    mindspeed: bool = False,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Register a function as the check `name`; its docstring is the sentence it proves.
 
@@ -51,8 +52,8 @@ def check(
 
     Args:
         name: for `--only`.
-        patches: those without which it fails where they are needed. A test leaves out each patch
-            in turn, and wants exactly the checks that name it to turn red.
+        replays: it records or replays, for which the vital patches are needed.
+        every_patch: it asks whether all patches are in place.
         ranks: processes that it starts with `ranks.launch`, if more than one.
         mindspeed: it is of MindSpeed.
     """
@@ -61,7 +62,19 @@ def check(
         if name in CHECKS or not function.__doc__:
             raise ValueError(f"check {name!r} is registered twice, or has no docstring")
         sentence = " ".join(function.__doc__.split())
-        CHECKS[name] = Check(name, sentence, patches, ranks, function, mindspeed)
+        needs = _needs(name, replays, every_patch)
+        CHECKS[name] = Check(name, sentence, needs, ranks, function, mindspeed)
         return function
 
     return register
+
+
+def _needs(name: str, replays: bool, every_patch: bool) -> tuple[str, ...]:
+    """The patches without which a check fails. A test leaves out each patch in turn, and wants
+    exactly these checks to turn red."""
+    groups = {name} | ({REPLAYING} if replays else set())
+    return tuple(
+        patch.name
+        for patch in patches()
+        if every_patch or groups & {*patch.checks} or (replays and patch.vital)
+    )

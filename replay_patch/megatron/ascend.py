@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from replay_patch.errors import RouteError
-from replay_patch.patching.probe import Probe
+from replay_patch.patching import probe
 from replay_patch.patching.wrappers import chain, module_of
+from replay_patch.refusals import installed_megatron
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _PLACES = (
@@ -131,7 +132,7 @@ def refuse_features(config: Any, model: Any = None) -> None:
                 if value == feature.value if feature.value else _on(value):
                     _refuse(feature.name, f"{name} is {value!r} in {where}", feature.why)
     for place in _PLACES:
-        for function in chain(Probe().find(place)):
+        for function in chain(probe.find(place)):
             if is_of_mindspeed(function):
                 module, name = module_of(function), getattr(function, "__name__", function)
                 _named(module, f"{place} is {module}.{name}")
@@ -169,6 +170,6 @@ def _named(module: str, found: str) -> None:
 
 def _refuse(name: str, found: str, why: str) -> None:
     raise RouteError(
-        f"{Probe().megatron()} with MindSpeed: routing replay with {name} ({found}); expected it "
+        f"{installed_megatron()} with MindSpeed: routing replay with {name} ({found}); expected it "
         f"off, because {why}. Switch it off, or switch replay off"
     )

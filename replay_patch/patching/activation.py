@@ -15,9 +15,11 @@ from typing import Any
 
 from replay_patch import settings as _settings
 from replay_patch.errors import PatchNotActive, SettingsError
+from replay_patch.patching import registry
 from replay_patch.patching.import_hooks import when_imported
 from replay_patch.patching.ledger import Ledger
 from replay_patch.patching.patch import FAILED, LOST, SKIPPED, PatchState
+from replay_patch.refusals import installed_megatron
 from replay_patch.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -168,16 +170,14 @@ def require_replay(feature: str) -> None:
     Raises:
         PatchNotActive: it says which patch, why, and what to do.
     """
-    from replay_patch.patches import REPLAY_PATCHES
-
-    now = status()
+    now, vital = status(), registry.vital_names()
     wrong = [*now.settings.problems]
     if _load_error is not None:
         wrong.append(f"activation failed: {_load_error}")
     if now.trigger is None:
         wrong.append("replay-patch is not active in this process")
     for patch in now.patches:
-        missing = patch.name in REPLAY_PATCHES and patch.state in (FAILED, LOST, SKIPPED)
+        missing = patch.name in vital and patch.state in (FAILED, LOST, SKIPPED)
         broken = now.settings.strict and patch.state in (FAILED, LOST)
         if missing or broken:
             wrong.append(f"patch {patch.name} is {patch.state}: {patch.reason}")
@@ -186,8 +186,7 @@ def require_replay(feature: str) -> None:
 
 
 def _advise(what: str, wrong: list[str]) -> str:
-    ledger_probe = _now.ledger.probe.megatron() if _now is not None else "no plugin"
-    return f"{what} on {ledger_probe}: {'; '.join(wrong)}. `replay-patch doctor` says more."
+    return f"{what} on {installed_megatron()}: {'; '.join(wrong)}. `replay-patch doctor` says more."
 
 
 def reinstall() -> None:
@@ -205,33 +204,28 @@ def lift(strangers: Sequence[Any]) -> None:
 
 def _start(asked: Settings, trigger: str) -> None:
     """Make the ledger and hook every module that a patch waits for."""
-    # Here, not above: the package import must stay free of what the patches import.
-    from replay_patch.patches import PATCHES
-
     global _now
     with _lock:
         if _now is not None:
             reinstall()
             return
-        unknown = asked.skip - {p.name for p in PATCHES}
+        unknown = asked.skip - {p.name for p in registry.patches()}
         if unknown:
-            known = ", ".join(p.name for p in PATCHES)
+            known = ", ".join(p.name for p in registry.patches())
             problem = f"REPLAY_PATCH_SKIP names {', '.join(sorted(unknown))}; known: {known}"
             _log.warning("replay-patch: %s; using replay will be an error", problem)
             asked = dataclasses.replace(asked, problems=(*asked.problems, problem))
         _log_to_stderr(asked.log)
-        _now = _Active(Ledger(PATCHES, asked), asked, trigger)
+        _now = _Active(Ledger(registry.patches(), asked), asked, trigger)
     for module in _modules():
         _hook(module)
     if os.environ.get("RANK", "0") == "0":
-        _log.info("replay-patch is active (%s); %d patches", trigger, len(PATCHES))
+        _log.info("replay-patch is active (%s); %d patches", trigger, len(registry.patches()))
 
 
 def _modules() -> list[str]:
     """The modules that patches wait for, each once."""
-    from replay_patch.patches import PATCHES
-
-    return list(dict.fromkeys(module for patch in PATCHES for module in patch.modules))
+    return list(dict.fromkeys(module for patch in registry.patches() for module in patch.modules))
 
 
 def _hook(module: str) -> None:
@@ -243,12 +237,10 @@ def _hook(module: str) -> None:
 
 
 def _imported(module: str) -> None:
-    from replay_patch.patches import PATCHES
-
     now = _now
     if now is None:  # deactivated since the hook was registered
         return
-    for patch in PATCHES:
+    for patch in registry.patches():
         if module in patch.modules:
             now.ledger.attempt(patch.name)
 

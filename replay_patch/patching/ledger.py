@@ -11,14 +11,13 @@ from replay_patch.patching.patch import (
     FAILED,
     LOST,
     NOT_NEEDED,
-    OPTIONAL,
     SKIPPED,
     WAITING,
     Patch,
     PatchState,
 )
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
+from replay_patch.refusals import installed_megatron
 from replay_patch.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -28,7 +27,6 @@ class Ledger:
     """The patches of one activation. Safe to call from several threads; never raises."""
 
     def __init__(self, patches: tuple[Patch, ...], settings: Settings) -> None:
-        self.probe = Probe()
         self._lock = threading.RLock()  # an apply may import a module whose hook comes back here
         self._patches = {p.name: p for p in patches}
         if len(self._patches) != len(patches):
@@ -37,7 +35,7 @@ class Ledger:
         self._untried = set(self._patches)
         self._states = {
             name: (
-                NOT_NEEDED if patch.library in OPTIONAL else WAITING,
+                NOT_NEEDED if patch.optional else WAITING,
                 f"{' or '.join(patch.modules)} is not imported",
             )
             for name, patch in self._patches.items()
@@ -59,7 +57,7 @@ class Ledger:
             again = ""
             if self._states[name][0] == ACTIVE:
                 gone = transaction.lost()
-                if not gone and (patch.working is None or patch.working(self.probe)):
+                if not gone and (patch.working is None or patch.working()):
                     return
                 again = f"; reinstalled, because other code had replaced {', '.join(gone)}"
                 if not gone:
@@ -67,7 +65,7 @@ class Ledger:
                 transaction.retire(self._armed[name])
             before = len(transaction.changes)
             try:
-                needed, found = patch.needed(self.probe)
+                needed, found = patch.needed()
                 if not needed:
                     self._states[name] = NOT_NEEDED, found
                 elif name in self._skip:
@@ -79,7 +77,7 @@ class Ledger:
                 transaction.undo(before)
                 self._states[name] = FAILED, f"{type(error).__name__}: {error}"
                 found = self._states[name][1]
-                _log.warning("patch %s failed on %s: %s", name, self.probe.megatron(), found)
+                _log.warning("patch %s failed on %s: %s", name, installed_megatron(), found)
                 _log.debug("patch %s failed here", name, exc_info=True)
             else:
                 _log.debug("patch %s: %s (%s)", name, *self._states[name])

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replay_patch.patching.probe import Probe
 from replay_patch.patching.transaction import Transaction
 
 ACTIVE = "active"
@@ -13,39 +12,51 @@ SKIPPED = "skipped"
 FAILED = "failed"
 LOST = "lost"
 
-OPTIONAL = frozenset({"mindspeed", "skyrl", "verl"})
-"""Libraries that a job may do without: their patches are not needed until they are imported."""
+REPLAYING = "replaying"
+"""In `Patch.checks`: every check that records or replays. Vital patches need not say it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One correction of an installed library, with the reasons a maintainer needs to keep it."""
+    """One correction of an installed library, with all that anybody needs to know about it."""
 
     name: str
+    """As users type it into `REPLAY_PATCH_SKIP`; also the name of its file."""
+    library: str
+    """What is patched; also the folder of its file."""
     targets: tuple[str, ...]
     """What is changed, as `module:qualname`; a release may lack some of them."""
     modules: tuple[str, ...]
     """Defining modules: when one of them is completely imported, the patch is tried."""
+    requires: str
+    """The module that must be there. Of Megatron: one of `modules` that every release has."""
     why: str
+    """What goes wrong without it."""
     how: str
     upstream: str
-    """A link to the upstream change or report, or "none"."""
+    """A link to the upstream change or report, or "none" and the reason."""
     remove_when: str
-    needed: Callable[[Probe], tuple[bool, str]]
-    """Whether the live objects need it, and what was found, in words."""
+    needed: Callable[[], tuple[bool, str]]
+    """Whether the live objects need it, and what was found, in words; see `probe`."""
     apply: Callable[[Transaction], None]
+    after: tuple[str, ...] = ()
+    """Names of patches that come first."""
+    relies_on: tuple[str, ...] = ()
+    """What it calls or reads and does not change, as `module:qualname`; `module:` is the list of
+    its classes. The drift report watches it, beside the targets."""
+    checks: tuple[str, ...] = ()
+    """Names of the checks of `replay-patch matrix` that fail without it where it is needed."""
     vital: bool = False
-    """Without it a replay would be wrong or ignored."""
+    """Replay relies on it: without it a replay would be wrong or ignored."""
     arm: Callable[[Transaction], None] | None = None
     """What has to be in place before any of `modules` is imported."""
-
-    working: Callable[[Probe], bool] | None = None
+    working: Callable[[], bool] | None = None
     """Whether it still works where other code is around ours; None: it does."""
 
     @property
-    def library(self) -> str:
-        """What is patched: "megatron", or one of `OPTIONAL`."""
-        return self.modules[-1].partition(".")[0]
+    def optional(self) -> bool:
+        """Whether a job may do without the library: until it is imported, nothing is needed."""
+        return self.requires.partition(".")[0] != "megatron"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from replay_patch.errors import RouteError
 from replay_patch.megatron import parallel_ranks, routers
 from replay_patch.megatron.ascend import refuse_features
 from replay_patch.patching import activation
-from replay_patch.patching.probe import Probe
+from replay_patch.refusals import installed_megatron
 from replay_patch.replay import mask_tracker, recompute
 from replay_patch.replay.router_call import check_capture
 from replay_patch.sessions.microbatch import Microbatch
@@ -145,7 +145,7 @@ class Session:
         raise self._error(found, expected)
 
     def _error(self, found: str, expected: str) -> RouteError:
-        return RouteError(f"{Probe().megatron()}, {self.name}(): {found}; expected {expected}")
+        return RouteError(f"{installed_megatron()}, {self.name}(): {found}; expected {expected}")
 
     # --- entering and leaving ---
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replay_patch.megatron import no_triton
-from replay_patch.patches import PATCHES
+from replay_patch.patching.registry import patches
 
 CONFIG = "megatron.core.transformer.transformer_config"
 ROUTER = "megatron.core.transformer.moe.router"
@@ -89,7 +89,7 @@ class World:
         expected = "activate again" in done or ("activate" in done and "deactivate" not in done)
         assert status.active == expected, status
         assert status.problems == (), status.problems
-        modules = {p.name: p.modules for p in PATCHES}
+        modules = {p.name: p.modules for p in patches()}
         for patch in status.patches:
             if any(module in sys.modules for module in modules[patch.name]):
                 assert patch.state in ("active", "not needed"), patch

@@ -10,10 +10,10 @@ from helpers import fresh, matrices
 from helpers.matrices import OF_MEGATRON, RELEASES
 
 from replay_patch.matrix.checks import CHECKS
-from replay_patch.patches import PATCHES
+from replay_patch.patching.registry import patches
 
 OF_MINDSPEED = ["rebuilt_config", "repatch"]  # needed nowhere else
-NAMES = [p.name for p in PATCHES if p.library == "megatron" and p.name not in OF_MINDSPEED]
+NAMES = [p.name for p in patches() if not p.optional and p.name not in OF_MINDSPEED]
 CHECKED = [CHECKS[name] for name in OF_MEGATRON]
 STANDIN = ("--mindspeed-path", f"{Path(__file__).parents[1] / 'standins'}={RELEASES[0]}")
 
@@ -23,8 +23,8 @@ def needed(release: str) -> frozenset[str]:
     """The patches that are active on this release, and not just there."""
     code = """
         import importlib, json, replay_patch
-        from replay_patch.patches import MEGATRON_MODULES
-        for module in MEGATRON_MODULES:
+        from replay_patch.patching.registry import megatron_modules
+        for module in megatron_modules():
             importlib.import_module(module)
         print(json.dumps({patch.name: patch.state for patch in replay_patch.status().patches}))
     """

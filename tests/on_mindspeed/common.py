@@ -17,9 +17,9 @@ ON = dict.fromkeys(FLAGS, True)
 def import_megatron() -> None:
     """All that the plugin patches, and torch as Megatron sees it on a CPU."""
     from replay_patch.matrix import cpu
-    from replay_patch.patches import MEGATRON_MODULES
+    from replay_patch.patching.registry import megatron_modules
 
-    for name in MEGATRON_MODULES:
+    for name in megatron_modules():
         with contextlib.suppress(ModuleNotFoundError):  # not in this release
             importlib.import_module(name)
     cpu.patch_megatron()

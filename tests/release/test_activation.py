@@ -6,7 +6,7 @@ import megatron.core
 import pytest
 from helpers import fresh
 
-from replay_patch.patches import REPLAY_PATCHES
+from replay_patch.patching.registry import vital_names
 
 pytestmark = pytest.mark.mechanism
 
@@ -200,7 +200,7 @@ def test_a_release_whose_seam_is_missing_fails_where_replay_is_used() -> None:
     assert plain is False
 
 
-@pytest.mark.parametrize("skip", REPLAY_PATCHES)
+@pytest.mark.parametrize("skip", vital_names())
 def test_a_skipped_patch_is_refused_where_it_is_needed(skip: str) -> None:
     import replay_patch
 

@@ -131,13 +131,14 @@ print(json.dumps([first, list(replay_patch.status().problems)]))
 def test_a_patch_that_raises_leaves_the_import_and_the_other_patches_alone() -> None:
     code = """
 import dataclasses, json
-from replay_patch import patches
+from replay_patch.patching import registry
 def broken(transaction):
     raise RuntimeError("a distinctive text")
-patches.PATCHES = tuple(
+made = tuple(
     dataclasses.replace(p, apply=broken) if p.name == "router_objects" else p
-    for p in patches.PATCHES
+    for p in registry.patches()
 )
+registry.patches = lambda: made
 import replay_patch
 replay_patch.activate()
 import megatron.core.transformer.moe.router
@@ -164,9 +165,9 @@ def test_a_megatron_module_that_fails_to_import_and_then_succeeds() -> None:
     code = """
 import importlib, json, sys
 import megatron.core
-from replay_patch.patches import PATCHES
+from replay_patch.patching.registry import patches
 # Some releases import the router with the package.
-of_megatron = [p for p in reversed(PATCHES) if p.library == "megatron"]
+of_megatron = [p for p in reversed(patches()) if not p.optional]
 late = next(m for p in of_megatron for m in p.modules if m not in sys.modules)
 class Broken:
     def find_spec(self, name, path=None, target=None):
@@ -198,8 +199,8 @@ def test_a_strangers_hook_that_raises_does_not_cost_us_ours() -> None:
 import json, sys
 import wrapt
 import megatron.core
-from replay_patch.patches import PATCHES
-of_megatron = [p for p in reversed(PATCHES) if p.library == "megatron"]
+from replay_patch.patching.registry import patches
+of_megatron = [p for p in reversed(patches()) if not p.optional]
 late = next(m for p in of_megatron for m in p.modules if m not in sys.modules)
 failed = []
 def stranger(module):

@@ -79,7 +79,7 @@ def test_functions_of_mindspeed_are_seen_through(module: str) -> None:
 def test_a_live_function_is_named_by_its_feature(
     mindspeed: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str
 ) -> None:
-    monkeypatch.setattr(ascend.Probe, "find", lambda self, place: function_of(module))
+    monkeypatch.setattr(ascend.probe, "find", lambda place: function_of(module))
 
     with pytest.raises(RouteError, match=name):
         ascend.refuse_features(SimpleNamespace())

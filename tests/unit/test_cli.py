@@ -7,7 +7,7 @@ import pytest
 from helpers.fresh import python
 
 from replay_patch import cli
-from replay_patch.patches import PATCHES
+from replay_patch.patching.registry import patches
 
 STATUS = (
     "import torch, replay_patch as r; s = r.status(); "
@@ -22,14 +22,14 @@ def replay_patch(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_patches_as_json() -> None:
     out = json.loads(replay_patch("patches", "--json").stdout)
 
-    assert [p["name"] for p in out["patches"]] == [p.name for p in PATCHES]
+    assert [p["name"] for p in out["patches"]] == [p.name for p in patches()]
     assert all(p.keys() == {"name", "targets", "why", "state"} for p in out["patches"])
 
 
 def test_patches_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["patches"]) == 0
     out = capsys.readouterr().out
-    assert [p.name for p in PATCHES if p.name not in out] == []
+    assert [p.name for p in patches() if p.name not in out] == []
 
 
 def test_json_to_a_file_leaves_the_text_on_stdout(tmp_path: Path) -> None:

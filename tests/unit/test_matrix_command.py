@@ -12,7 +12,7 @@ from replay_patch import cli
 from replay_patch.matrix import planning, runner
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.runner import Cell, Matrix
-from replay_patch.patches import PATCHES
+from replay_patch.patching.registry import patches
 
 Play = Callable[[Matrix], list[dict[str, Any]]]
 
@@ -79,7 +79,7 @@ def test_the_list_loads_no_torch() -> None:
 
 
 def test_checks_depend_on_patches_that_there_are() -> None:
-    names = {patch.name for patch in PATCHES}
+    names = {patch.name for patch in patches()}
 
     assert {c.name: set(c.patches) - names for c in CHECKS.values() if set(c.patches) - names} == {}
 

@@ -32,13 +32,15 @@ def make_target() -> Any:
 def make_patch(apply: Callable[[Transaction], None], **over: Any) -> Patch:
     fields: dict[str, Any] = {
         "name": "example",
+        "library": "megatron",
+        "requires": "megatron.example",
         "targets": ("example:Target",),
         "modules": ("example",),
         "why": "",
         "how": "",
         "upstream": "none",
         "remove_when": "",
-        "needed": lambda probe: (True, "it is there"),
+        "needed": lambda: (True, "it is there"),
         "apply": apply,
     }
     return Patch(**fields | over)
@@ -110,7 +112,7 @@ def test_a_patch_that_fails_half_way_changes_nothing() -> None:
 
 
 def test_a_failing_question_is_a_failed_patch() -> None:
-    def needed(probe: Any) -> tuple[bool, str]:
+    def needed() -> tuple[bool, str]:
         raise LookupError("nothing to patch")
 
     (state,) = attempted(make_patch(lambda transaction: None, needed=needed)).states()
@@ -136,10 +138,10 @@ def test_what_is_armed_survives_a_failed_apply_and_goes_on_undo() -> None:
     "over, settings, expected",
     [
         ({}, Settings(), ACTIVE),
-        ({"needed": lambda probe: (False, "it has it")}, Settings(), NOT_NEEDED),
+        ({"needed": lambda: (False, "it has it")}, Settings(), NOT_NEEDED),
         ({}, Settings(skip=frozenset({"example"})), SKIPPED),
         (
-            {"needed": lambda probe: (False, "it has it")},
+            {"needed": lambda: (False, "it has it")},
             Settings(skip=frozenset({"example"})),
             NOT_NEEDED,
         ),
@@ -337,7 +339,9 @@ def test_what_comes_back_of_ours_is_not_lost_and_is_undone() -> None:
 
 
 def test_an_optional_library_is_not_needed_until_it_is_imported() -> None:
-    patch = make_patch(lambda transaction: None, modules=("mindspeed.patch_utils",))
+    patch = make_patch(
+        lambda transaction: None, modules=("mindspeed.patch_utils",), requires="mindspeed"
+    )
 
     state = Ledger((patch,), Settings()).states()[0]
 

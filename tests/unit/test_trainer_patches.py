@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from replay_patch.patching.probe import Probe
-
 VERL = "verl.utils.megatron"
 VLLM = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 SGLANG = "verl.workers.rollout.sglang_rollout.async_sglang_server"
@@ -214,7 +212,7 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         monkeypatch.setitem(sys.modules, module, made)
         found = importlib.import_module(
             f"replay_patch.patches.{patch.partition('_')[0]}.{patch}"
-        ).PATCH.needed(Probe())
+        ).PATCH.needed()
         assert found[1]
         return found[0]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from replay_patch.matrix.checks import padding, routing, schedules, tools
 from replay_patch.matrix.checks.plugin import is_ours
-from replay_patch.matrix.registry import EVERY_PATCH, REPLAY, Skip, check
+from replay_patch.matrix.registry import Skip, check
 
 _PP2 = {"pipeline_model_parallel_size": 2}
 
 
-@check("npu-repatch", patches=EVERY_PATCH, mindspeed=True)
+@check("npu-repatch", every_patch=True, mindspeed=True)
 def npu_repatch() -> None:
     """After `repatch()`, again and again, and after MindSpeed took its patches back and applied
     them, every patch is in place and a schedule records and replays."""
@@ -29,21 +29,21 @@ def npu_repatch() -> None:
     schedules.schedule()
 
 
-@check("npu-targets", patches=EVERY_PATCH, mindspeed=True)
+@check("npu-targets", every_patch=True, mindspeed=True)
 def npu_targets() -> None:
     """Each function that a patch changes may be replaced by MindSpeed, by one of the same code, and
     wrapped: afterwards ours is there, MindSpeed's is called by it, and a schedule replays."""
     from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
 
-    from replay_patch.patches import PATCHES
-    from replay_patch.patching.probe import Probe
+    from replay_patch.patching import probe
+    from replay_patch.patching.registry import patches
     from replay_patch.patching.wrappers import chain
 
     def live(target: str) -> Any:
-        found = Probe().find(target)
+        found = probe.find(target)
         return getattr(found, "__func__", found)
 
-    here = [p for p in PATCHES if p.library == "megatron"]
+    here = [p for p in patches() if not p.optional]
     targets = dict.fromkeys(t for p in here for t in p.targets if is_ours(live(t)))
     targets = {t: None for t in targets if not is_ours([*chain(live(t))][-1])}  # not an addition
     assert len(targets) > 10, f"the plugin changes {list(targets)} only"
@@ -90,7 +90,7 @@ def _states() -> dict[str, str]:
     return {patch.name: patch.state for patch in replay_patch.status().patches}
 
 
-@check("npu-unaligned", patches=("layer_helpers", "repatch", *REPLAY), ranks=2, mindspeed=True)
+@check("npu-unaligned", replays=True, ranks=2, mindspeed=True)
 def npu_unaligned() -> None:
     """With MindSpeed's unaligned pipeline (`pipeline_num_transformer_layers`), the helpers answer
     for every stage, the model's layers have the numbers of the list, and a schedule replays."""
@@ -121,7 +121,7 @@ def _unaligned_rank(rank: int, world: int, init_file: str | None, options: dict[
             before += expected[1]
 
 
-@check("npu-noop-layers", patches=REPLAY, ranks=2, mindspeed=True)
+@check("npu-noop-layers", replays=True, ranks=2, mindspeed=True)
 def npu_noop_layers() -> None:
     """With MindSpeed's no-op layers, which have numbers and no router, a model's routers are in the
     layers that `local_layers` says, and a schedule replays."""
@@ -147,7 +147,7 @@ def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tu
     return found
 
 
-@check("npu-capacity", patches=REPLAY, mindspeed=True)
+@check("npu-capacity", replays=True, mindspeed=True)
 def npu_capacity() -> None:
     """Where MindSpeed replaces the top-k function for a capacity factor, routers replay as with
     Megatron's."""
@@ -155,7 +155,7 @@ def npu_capacity() -> None:
     routing.replay()
 
 
-@check("npu-recompute", patches=REPLAY, mindspeed=True)
+@check("npu-recompute", replays=True, mindspeed=True)
 def npu_block_recompute() -> None:
     """MindSpeed's own block recompute sees the experts of its forward, and gives the gradients of a
     run without recompute, bitwise."""
@@ -173,7 +173,7 @@ def npu_block_recompute() -> None:
         tools.same_bits(gradient, gradients[name], f"gradient of {name}")
 
 
-@check("npu-mask", patches=("block_recompute_mask",), mindspeed=True)
+@check("npu-mask", mindspeed=True)
 def npu_block_mask() -> None:
     """MindSpeed's own block recompute sees the padding mask of its forward, too."""
     _repatch_alone(recompute_method="block")
@@ -181,20 +181,20 @@ def npu_block_mask() -> None:
         padding.block_recompute()
 
 
-@check("npu-tp-extend-ep", patches=REPLAY, ranks=2, mindspeed=True)
+@check("npu-tp-extend-ep", replays=True, ranks=2, mindspeed=True)
 def npu_tp_extend_ep() -> None:
     """With `tp_extend_ep`, whose routing sees the tokens of all tensor-parallel ranks, routers on
     two of them record and replay each its own rows; its experts, which are NPU kernels, stay
     out."""
-    from replay_patch.patching.probe import Probe
+    from replay_patch.patching import probe
 
     place = "megatron.core.transformer.moe.router:TopKRouter.routing"
-    if "topk_softmax_with_capacity" not in Probe().find(place).__code__.co_names:
+    if "topk_softmax_with_capacity" not in probe.find(place).__code__.co_names:
         raise Skip("its routing calls a top-k function that this Megatron does not have")
     options = {"moe_token_dispatcher_type": "alltoall_seq", "moe_tp_extend_ep": True}
     options |= {"moe_permutation_async_comm": True, "moe_grouped_gemm": True}
     _repatch(num_experts=tools.EXPERTS, **options)
-    replaced = Probe().find(place).__name__
+    replaced = probe.find(place).__name__
     assert replaced == "routing_tp_extend_ep", f"TopKRouter.routing is {replaced}"
     sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     tools.on_ranks(_routers_rank, num_layers=2, **sizes, **options)
@@ -237,7 +237,7 @@ def _routers_rank(rank: int, world: int, init_file: str | None, options: dict[st
             tools.same_map(wanted[real], routing_map[real], f"{what}, rank {rank}, layer {number}")
 
 
-@check("npu-refusals", patches=("router_guard",), mindspeed=True)
+@check("npu-refusals", mindspeed=True)
 def npu_refusals() -> None:
     """Each feature of MindSpeed's that replay cannot work with, or was not tested with, is refused
     by name: when a router with replay on is built, and when a session begins."""

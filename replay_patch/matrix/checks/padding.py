@@ -12,7 +12,7 @@ BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias":
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@check("padding-model", patches=("padding_mask",))
+@check("padding-model")
 def padding_model() -> None:
     """A model takes `padding_mask`: losses and gradients, auxiliary and z-loss included, are those
     of the batch without its rows of padding, also with full recompute; a mask without padding
@@ -35,7 +35,7 @@ def padding_model() -> None:
         assert different, f"{kind}: padding makes no difference here, so this check says nothing"
 
 
-@check("padding-bias", patches=("expert_bias_mask",))
+@check("padding-bias")
 def padding_bias() -> None:
     """From 0.16 on: the counts for the expert bias leave out masked tokens, for masks [tokens] and
     [tokens, 1]; also with as many tokens as experts, and with one token."""
@@ -61,7 +61,7 @@ def padding_bias() -> None:
                 assert found == expected, f"{where}: counts {found}, expected {expected}"
 
 
-@check("padding-counts", patches=("padding_mask", "expert_bias_mask"))
+@check("padding-counts")
 def padding_counts() -> None:
     """The counts for the expert bias in a whole model leave out padding, and count once with full
     recompute; without gradients nothing is counted."""
@@ -79,7 +79,7 @@ def padding_counts() -> None:
     assert not any(map(any, found)), f"without gradients the counts are {found}"
 
 
-@check("padding-only", patches=("padding_only_loss",))
+@check("padding-only")
 def padding_only() -> None:
     """From 0.16 on: a router whose tokens are all masked gives no NaN, and no gradient of any
     auxiliary loss."""
@@ -100,7 +100,7 @@ def padding_only() -> None:
         assert largest == 0, f"{kind}: padding only gives a gradient of {largest}"
 
 
-@check("padding-shape", patches=("padding_mask_shape",))
+@check("padding-shape")
 def padding_shape() -> None:
     """From 0.16 on: an MoE layer takes its part of a mask that is not cut for sequence
     parallelism, leaves one that is alone, and refuses another shape."""
@@ -128,7 +128,7 @@ def padding_shape() -> None:
         layer(tools.hidden_states(), padding_mask=mask[:, :-1])
 
 
-@check("mtp-recompute", patches=("mtp_recompute_mask",))
+@check("mtp-recompute")
 def mtp_recompute() -> None:
     """With multi-token prediction and full recompute a model runs, with a mask where the release
     takes one, and its gradients are those without recompute."""
@@ -146,7 +146,7 @@ def mtp_recompute() -> None:
         tools.same_bits(gradient, full[name], f"gradient of {name}")
 
 
-@check("block-recompute", patches=("block_recompute_mask",))
+@check("block-recompute")
 def block_recompute() -> None:
     """From 0.16 on: with a recompute of some layers only (`recompute_method="block"`) the others
     have the padding mask, too; gradients are those without recompute."""
@@ -164,14 +164,14 @@ def block_recompute() -> None:
         tools.same_bits(gradient, found[name], f"gradient of {name}")
 
 
-@check("padding-tp-sp", patches=("padding_mask", "expert_bias_mask"), ranks=2)
+@check("padding-tp-sp", ranks=2)
 def padding_tp_sp() -> None:
     """Two tensor-parallel ranks with sequence parallelism, each with other rows of padding: counts
     and gradients of the routers are those of the batch without padding in one process."""
     tools.on_ranks(_rank, tensor_model_parallel_size=2, sequence_parallel=True)
 
 
-@check("padding-pp", patches=("padding_mask", "expert_bias_mask"), ranks=2)
+@check("padding-pp", ranks=2)
 def padding_pp() -> None:
     """Two pipeline stages: the same, in the routers of both stages."""
     tools.on_ranks(_rank, pipeline_model_parallel_size=2)

@@ -10,15 +10,12 @@ import subprocess
 import sys
 from typing import Any
 
-from replay_patch.matrix.registry import EVERY_PATCH, REPLAY, check
-
-_OF_CONFIGS = ("rebuilt_config", "repatch")
-"""What configs need with MindSpeed."""
+from replay_patch.matrix.registry import check
 
 FLAGS = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
 
 
-@check("activation", patches=EVERY_PATCH)
+@check("activation", every_patch=True)
 def activation() -> None:
     """`import torch` activates the plugin, or `import replay_patch.auto` where torch loads none;
     then every patch is in place or not needed."""
@@ -84,9 +81,9 @@ def digest() -> str:
 
 def ours() -> list[str]:
     """Functions of this package in the modules of Megatron that patches change."""
-    from replay_patch.patches import PATCHES
+    from replay_patch.patching.registry import patches
 
-    modules = {target.partition(":")[0] for patch in PATCHES for target in patch.targets}
+    modules = {target.partition(":")[0] for patch in patches() for target in patch.targets}
     found = []
     for name in sorted(modules & sys.modules.keys()):
         for key, value in vars(sys.modules[name]).items():
@@ -108,7 +105,7 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, type)
 
 
-@check("config-fields", patches=(*REPLAY, *_OF_CONFIGS))
+@check("config-fields", replays=True)
 def config_fields() -> None:
     """`TransformerConfig` takes the replay flags as real fields, on whatever release."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -116,7 +113,7 @@ def config_fields() -> None:
     _check_config(TransformerConfig)
 
 
-@check("config-mla", patches=(*REPLAY, *_OF_CONFIGS))
+@check("config-mla", replays=True)
 def config_mla() -> None:
     """`MLATransformerConfig`, whose `__init__` is its own, takes them, too."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -124,7 +121,7 @@ def config_mla() -> None:
     _check_config(MLATransformerConfig, rope_type="rope")
 
 
-@check("config-subclass", patches=("config_fields", *_OF_CONFIGS))
+@check("config-subclass")
 def config_subclass() -> None:
     """A trainer's dataclass that derives from the config takes them, too."""
     from megatron.core.transformer.transformer_config import TransformerConfig

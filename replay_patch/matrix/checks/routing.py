@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from replay_patch.matrix.checks import tools
-from replay_patch.matrix.registry import REPLAY, check
+from replay_patch.matrix.registry import check
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@check("record", patches=REPLAY)
+@check("record", replays=True)
 def record() -> None:
     """A recording router's ids are the release's own top-k, which it goes on to use."""
     from replay_patch.matrix import tiny
@@ -39,7 +39,7 @@ def record() -> None:
             tools.same_map(expected["map"], tools.as_map(ids), f"{name}: the recorded ids")
 
 
-@check("replay", patches=REPLAY)
+@check("replay", replays=True)
 def replay() -> None:
     """Replaying a router's own ids gives bitwise the release's native output; others are used as
     given, with probabilities from the training scores."""
@@ -66,7 +66,7 @@ def replay() -> None:
     assert torch.allclose(wanted, found["probs"], atol=1e-6), "other ids: other probabilities"
 
 
-@check("gradient", patches=REPLAY)
+@check("gradient", replays=True)
 def gradient() -> None:
     """Gradients flow through the replayed experts: bitwise the native ones for the router's own
     ids, and not zero for experts that it would not have chosen."""
@@ -90,7 +90,7 @@ def gradient() -> None:
     assert not silent, f"replayed experts {silent} get no gradient"
 
 
-@check("recompute", patches=REPLAY)
+@check("recompute", replays=True)
 def recompute() -> None:
     """With activation recompute, in full or of the MoE layers alone, the recompute sees the experts
     of its forward, and all gradients are bitwise those without recompute."""
@@ -115,7 +115,7 @@ def recompute() -> None:
             tools.same_bits(reference[parameter], found, f"{name}: gradient of {parameter}")
 
 
-@check("fused-router", patches=REPLAY)
+@check("fused-router", replays=True)
 def fused_router() -> None:
     """A fused router runs unfused while it records or replays, and says so once; where a release
     has none, the flag is accepted."""
@@ -137,7 +137,7 @@ def fused_router() -> None:
     assert calls == expected, f"idle, the fused kernel ran {len(calls)} times"
 
 
-@check("refusals", patches=REPLAY)
+@check("refusals", replays=True)
 def refusals() -> None:
     """What cannot be replayed rightly is refused: a missing target, rows or columns that do not
     fit, ids out of range, a router that does not select by top-k."""
@@ -161,7 +161,7 @@ def refusals() -> None:
         _run(sinkhorn.eval(), ids=ids)
 
 
-@check("padding-mask", patches=(*REPLAY, "padding_mask"))
+@check("padding-mask", replays=True)
 def padding_mask() -> None:
     """A replaying router honours `padding_mask` as the native one does: for the router's own ids,
     output and gradients, auxiliary losses included, are bitwise the same."""

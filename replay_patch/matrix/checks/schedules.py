@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from replay_patch.matrix.checks import tools
-from replay_patch.matrix.registry import REPLAY, check
+from replay_patch.matrix.registry import check
 
 LAYERS, MICROBATCHES = 2, 4
 LENGTHS = (tools.SEQUENCE, tools.SEQUENCE - 3)  # tokens of the sequences of every microbatch
@@ -51,7 +51,7 @@ def local_layers() -> None:
                 begin += count
 
 
-@check("schedule", patches=REPLAY)
+@check("schedule", replays=True)
 def schedule() -> None:
     """`recording()` gives the routes of every sequence in every MoE layer. Under `replaying()` each
     router call, also of a full recompute, takes the experts given for its microbatch; tokens
@@ -61,26 +61,26 @@ def schedule() -> None:
     _rank(0, 1, None, {})
 
 
-@check("tp-sp", patches=REPLAY, ranks=2)
+@check("tp-sp", replays=True, ranks=2)
 def tp_sp() -> None:
     """The same on two tensor-parallel ranks with sequence parallelism."""
     tools.on_ranks(_rank, tensor_model_parallel_size=2, sequence_parallel=True)
 
 
-@check("cp", patches=REPLAY, ranks=2)
+@check("cp", replays=True, ranks=2)
 def cp() -> None:
     """The same on two context-parallel ranks, zigzag."""
     with tools.mindspeed_may_fail("Unsupported CP capability"):
         tools.on_ranks(_rank, context_parallel_size=2)
 
 
-@check("pp", patches=REPLAY, ranks=2)
+@check("pp", replays=True, ranks=2)
 def pp() -> None:
     """The same on two pipeline stages, 1F1B."""
     tools.on_ranks(_rank, pipeline_model_parallel_size=2)
 
 
-@check("vpp", patches=REPLAY, ranks=2)
+@check("vpp", replays=True, ranks=2)
 def vpp() -> None:
     """The same on two pipeline stages of two virtual stages, interleaved."""
     from replay_patch.matrix import tiny
@@ -89,7 +89,7 @@ def vpp() -> None:
     tools.on_ranks(_rank, num_layers=4, **sizes, **tiny.VPP_P2P)
 
 
-@check("ep", patches=REPLAY, ranks=2)
+@check("ep", replays=True, ranks=2)
 def ep() -> None:
     """The same on two expert-parallel ranks with data of their own, with both dispatchers."""
     for dispatcher in ("alltoall", "allgather"):

@@ -13,7 +13,7 @@ from replay_patch.matrix.checks.plugin import FLAGS
 from replay_patch.matrix.registry import Skip, check
 
 
-@check("config-names", patches=("config_fields",))
+@check("config-names")
 def config_names() -> None:
     """Every config class of this release has the replay flags, off, as real fields."""
     import dataclasses
@@ -34,7 +34,7 @@ def config_names() -> None:
         assert not any(getattr(config, flag) for flag in FLAGS)
 
 
-@check("aux-loss-method", patches=("aux_loss_methods",))
+@check("aux-loss-method")
 def aux_loss_method() -> None:
     """`TopKRouter.is_aux_loss_enabled()` answers, and the release's own auxiliary loss reaches the
     router's weight."""
@@ -54,7 +54,7 @@ def aux_loss_method() -> None:
         assert touched is expected, f"the gradient of {kind} is {'there' if touched else 'missing'}"
 
 
-@check("layer-map", patches=("layer_helpers",))
+@check("layer-map")
 def layer_map() -> None:
     """`get_transformer_layer_offset` and `get_num_layers_to_build` answer for any stage, without
     process groups; over all stages each layer appears once, in the order of the model."""
@@ -99,7 +99,7 @@ def layer_map() -> None:
         )
 
 
-@check("replay-api", patches=("router_replay_module", "native_router_replay"))
+@check("replay-api")
 def replay_api() -> None:
     """`megatron.core.transformer.moe.router_replay` is importable; its objects take ids of any
     integer dtype, and refuse those that cannot be right."""
@@ -131,7 +131,7 @@ def replay_api() -> None:
         replay.get_replay_topk(scores, tools.TOPK, default_compute_topk=tools.native_topk)
 
 
-@check("topk-seam", patches=("router_topk",))
+@check("topk-seam")
 def topk_seam() -> None:
     """Before 0.16: the release's own top-k function takes the ids of the router that runs, and
     chooses itself when none does."""
@@ -159,7 +159,7 @@ def topk_seam() -> None:
     tools.same_map(tools.as_map(tools.native_topk(logits, tools.TOPK)[1]), native, "without one")
 
 
-@check("fused-seam", patches=("fused_router",))
+@check("fused-seam")
 def fused_seam() -> None:
     """From 0.16 on: `fused=True` with a replaying router takes the router's ids, not the fused
     kernel's."""
@@ -182,7 +182,7 @@ def fused_seam() -> None:
     tools.same_map(tools.as_map(replay.target_topk_idx), routing_map, "with fused=True")
 
 
-@check("router-objects", patches=("router_objects",))
+@check("router-objects")
 def router_objects() -> None:
     """Every router says whether it has a replay object, and the words "true" and "false" of a
     command line are no truth values by accident."""
@@ -197,7 +197,7 @@ def router_objects() -> None:
     assert found is False, f"moe_router_fusion='false' stays {found!r}"
 
 
-@check("mtp-depth", patches=("mtp_depth",))
+@check("mtp-depth")
 def mtp_depth() -> None:
     """The replay objects of multi-token-prediction blocks know which block they are in."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -214,7 +214,7 @@ def mtp_depth() -> None:
     assert found == [[1], [2]], f"the depths of two blocks are {found}, expected [[1], [2]]"
 
 
-@check("guard", patches=("router_guard",))
+@check("guard")
 def guard() -> None:
     """A router class in which replay would be ignored is refused when it is built with it on."""
     from megatron.core.transformer.moe.router import TopKRouter
