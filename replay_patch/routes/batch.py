@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.aligned import AlignedRoutes, aligned, common_layers
-from replay_patch.routes.checking import integer
-from replay_patch.routes.fields import chosen_indices
-from replay_patch.routes.layout import TokenLayout
+from replay_patch.routes.batch_fields import chosen_indices
+from replay_patch.routes.expert_ids import integer
+from replay_patch.routes.router_rows import AlignedRoutes, aligned, common_layers
 from replay_patch.routes.routes import Routes
+from replay_patch.routes.token_layout import TokenLayout
 
 
 class RouteBatch(Sequence[Routes]):

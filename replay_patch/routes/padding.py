@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError, RouteError
-from replay_patch.routes.checking import ids_dtype
-from replay_patch.routes.index import widest
-from replay_patch.routes.layout import TokenLayout
+from replay_patch.routes.expert_ids import ids_dtype
 from replay_patch.routes.routes import Routes
+from replay_patch.routes.row_index import widest
+from replay_patch.routes.token_layout import TokenLayout
 
 
 class RouterMasks(NamedTuple):

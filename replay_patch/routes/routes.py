@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import checking, merging
-from replay_patch.routes.axis import axis_numbers
-from replay_patch.routes.checking import CAUSES, Parts
-from replay_patch.routes.engines import reading
-from replay_patch.routes.engines.responses import Form
-from replay_patch.routes.wire import forms
+from replay_patch.routes import expert_ids as checks
+from replay_patch.routes import pieces
+from replay_patch.routes.engines import engine_routes
+from replay_patch.routes.engines.response_fields import Form
+from replay_patch.routes.expert_ids import CAUSES, Parts
+from replay_patch.routes.layer_axis import axis_numbers
+from replay_patch.routes.wire import dict_form
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -37,7 +38,7 @@ class Routes(Parts):
         empty_layers: with "all", places on the layer axis that hold nothing but zeros or -1, as
             engines fill dense layers in. They are stored as zeros, and cannot be selected.
         notes: uint8 [T], or None if there is nothing to say: for each token why a row that was
-            given is not here, as a place in `checking.CAUSES`. `rejected` counts it.
+            given is not here, as a place in `expert_ids.CAUSES`. `rejected` counts it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Routes(Parts):
         Raises:
             RouteError: no integers, a wrong shape, an unclear layer axis, or an invalid row.
         """
-        made = checking.parts(expert_ids, num_experts, captured, start, layers, on_invalid)
+        made = checks.parts(expert_ids, num_experts, captured, start, layers, on_invalid)
         vars(self).update(vars(made))
 
     @property
@@ -114,7 +115,7 @@ class Routes(Parts):
             RouteError: a layer that is not on the axis, is not known there for sure, or was never
                 captured.
         """
-        asked = checking.layer_numbers("layer_numbers", layer_numbers)
+        asked = checks.layer_numbers("layer_numbers", layer_numbers)
         places = self.layer_places(asked, moe_layers, num_layers)
         if places == list(range(self.num_layers)) and not self.empty_layers:
             return self if self.layers == asked else self._with(layers=asked)
@@ -131,8 +132,8 @@ class Routes(Parts):
 
         Args, Raises: as `for_layers`.
         """
-        asked = checking.layer_numbers("layer_numbers", layer_numbers)
-        model = None if moe_layers is None else checking.layer_numbers("moe_layers", moe_layers)
+        asked = checks.layer_numbers("layer_numbers", layer_numbers)
+        model = None if moe_layers is None else checks.layer_numbers("moe_layers", moe_layers)
         strange = sorted(set(asked) - set(model)) if model is not None else []
         if model is not None and strange:
             raise RouteError(f"layers {strange} are no MoE layers: this model has {list(model)}")
@@ -177,7 +178,7 @@ class Routes(Parts):
         Raises:
             RouteError: pieces of different models or layers, a mismatch, a gap.
         """
-        return self._of(merging.append(self, later, on_mismatch, on_gap, name))
+        return self._of(pieces.append(self, later, on_mismatch, on_gap, name))
 
     def truncate(self, num_tokens: int) -> "Routes":
         """The routes of the trajectory's first `num_tokens` tokens, those before `start` counted.
@@ -187,7 +188,7 @@ class Routes(Parts):
         Raises:
             RouteError: no host integer from 0 on.
         """
-        end = checking.integer("num_tokens", num_tokens, 0)
+        end = checks.integer("num_tokens", num_tokens, 0)
         if end >= self.start + self.num_tokens:
             return self
         kept = self[: max(0, end - self.start)]
@@ -195,7 +196,7 @@ class Routes(Parts):
 
     def __getitem__(self, rows: slice) -> "Routes":
         """Some consecutive rows, as a copy; `start` moves along."""
-        return self._of(merging.cut(self, rows))
+        return self._of(pieces.cut(self, rows))
 
     def to_wire(self) -> dict[str, Any]:
         """A dict that every JSON library takes; see `wire`.
@@ -203,7 +204,7 @@ class Routes(Parts):
         Raises:
             WireError: more tokens or layers than a message may have.
         """
-        return forms.to_dict(self)
+        return dict_form.to_dict(self)
 
     @classmethod
     def from_wire(cls, message: Any) -> "Routes":
@@ -212,7 +213,7 @@ class Routes(Parts):
         Raises:
             WireError: anything else.
         """
-        return cls._of(forms.from_dict(message))
+        return cls._of(dict_form.from_dict(message))
 
     def to_bytes(self) -> bytes:
         """A fixed header and the compact arrays; see `wire`.
@@ -220,7 +221,7 @@ class Routes(Parts):
         Raises:
             WireError: as `to_wire`.
         """
-        return forms.to_bytes(self)
+        return dict_form.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, message: Any) -> "Routes":
@@ -229,7 +230,7 @@ class Routes(Parts):
         Raises:
             WireError: anything else.
         """
-        return cls._of(forms.from_bytes(message))
+        return cls._of(dict_form.from_bytes(message))
 
     @classmethod
     def from_engine(
@@ -279,7 +280,7 @@ class Routes(Parts):
             RouteError: it cannot be understood without guessing, or is invalid.
         """
         form = Form(topk, num_layers, layers, start, missing, dtype, choice, max_run)
-        made = reading.read(payload, engine, num_experts, num_tokens, on_invalid, form, name)
+        made = engine_routes.read(payload, engine, num_experts, num_tokens, on_invalid, form, name)
         return cls._of(made)
 
     @classmethod

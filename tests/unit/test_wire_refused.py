@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from replay_patch import Routes, WireError
 from replay_patch.routes.wire import message as messages
-from replay_patch.routes.wire.forms import from_dict
+from replay_patch.routes.wire.dict_form import from_dict
 
 ROUTES = Routes(
     torch.rand(6, 3, 300, generator=torch.Generator().manual_seed(0)).argsort(2)[..., :2],

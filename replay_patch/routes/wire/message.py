@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import RouteError, WireError
-from replay_patch.routes.checking import CAUSES, MISMATCH, Layers, Parts, check_stored, ids_dtype
+from replay_patch.routes.expert_ids import CAUSES, MISMATCH, Layers, Parts, check_stored, ids_dtype
 
 VERSION = 1
 MAGIC = b"\x89RPR\r\n\x1a\n"  # as PNG's: a transfer as text, or cut to 7 bits, breaks it

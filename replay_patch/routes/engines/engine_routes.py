@@ -1,7 +1,7 @@
 """What rollout engines return, as routes. R rows, L layers, E experts, K top-k, N tokens.
 
-Where the ids are in a response is `responses`, how they are packed is `payloads`; here they are
-checked against what the caller knows.
+Where the ids are in a response is `response_fields`, how they are packed is `packings`; here they
+are checked against what the caller knows.
 """
 
 from dataclasses import replace
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import checking
-from replay_patch.routes.checking import MISSING, UNWRITTEN, Parts, integer, policy
-from replay_patch.routes.engines import payloads
-from replay_patch.routes.engines.responses import ENGINES, PROMPT, Engine, Form, fields_of
-from replay_patch.routes.engines.unwritten import longest_run, unwritten_rows, unwritten_runs
+from replay_patch.routes import expert_ids
+from replay_patch.routes.engines import packings
+from replay_patch.routes.engines.response_fields import ENGINES, PROMPT, Engine, Form, fields_of
+from replay_patch.routes.engines.stale_rows import longest_run, unwritten_rows, unwritten_runs
+from replay_patch.routes.expert_ids import MISSING, UNWRITTEN, Parts, integer, policy
 
 
 def read(
@@ -62,7 +62,7 @@ def _missing(num_experts: int, tokens: int, on_invalid: str, form: Form, known: 
     shape = integer("num_layers", form.num_layers, 0), integer("topk", form.topk, 1)
     start, _ = _ends(tokens, form)
     holes = torch.full((max(tokens - 1 - start, 0), *shape), -1, dtype=torch.int8)
-    made = checking.parts(holes, num_experts, None, start, form.layers, on_invalid)
+    made = expert_ids.parts(holes, num_experts, None, start, form.layers, on_invalid)
     notes = torch.full((len(holes),), MISSING, dtype=torch.uint8)
     return replace(made, notes=notes if len(holes) else None)
 
@@ -70,8 +70,8 @@ def _missing(num_experts: int, tokens: int, on_invalid: str, form: Form, known: 
 def _ids(found: list[Any], tokens: int, form: Form, prompt_tokens: int | None) -> Tensor:
     """Integers [R, L, K] of all pieces."""
     rows = _ends(tokens, form)[1] if len(found) == 1 else ()
-    packing = payloads.Packing(form.topk, form.num_layers, form.dtype, rows)
-    pieces = [payloads.ids_of(piece, packing) for piece in found]
+    packing = packings.Packing(form.topk, form.num_layers, form.dtype, rows)
+    pieces = [packings.ids_of(piece, packing) for piece in found]
     if prompt_tokens is not None and len(pieces[0]) != prompt_tokens:
         raise RouteError(
             f"{PROMPT} has {len(pieces[0])} rows: expected {prompt_tokens}, one for each prompt "
@@ -148,7 +148,7 @@ def _without_unwritten(
         zeros[-1] = False  # it was never fed forward: zeros there are filling, and nothing is lost
     if on_invalid == "raise" and zeros.any():
         _refuse(zeros, start, "nothing but zeros in every layer")
-    made = checking.parts(ids, num_experts, known, start, form.layers, on_invalid)
+    made = expert_ids.parts(ids, num_experts, known, start, form.layers, on_invalid)
     longest = form.max_run
     if longest is None:
         live = made.expert_ids.shape[1] - len(made.empty_layers)
@@ -161,7 +161,7 @@ def _without_unwritten(
         return made
     if stale.any():
         made.expert_ids[stale] = 0
-    notes = checking.noted(notes, zeros | stale, UNWRITTEN)
+    notes = expert_ids.noted(notes, zeros | stale, UNWRITTEN)
     return replace(made, captured=made.captured & ~stale, notes=notes)
 
 

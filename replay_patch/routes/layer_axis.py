@@ -1,7 +1,7 @@
 """What the layer axis of routes means: the number of the layer at each place."""
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.checking import Layers
+from replay_patch.routes.expert_ids import Layers
 
 
 def axis_numbers(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError
-from replay_patch.routes.cut import Cut, host_integer, host_lengths
-from replay_patch.routes.index import Index, dense_shape, inverse
+from replay_patch.routes.parallel_cut import Cut, host_integer, host_lengths
+from replay_patch.routes.row_index import Index, dense_shape, inverse
 
 
 @dataclass(frozen=True, eq=False, repr=False)

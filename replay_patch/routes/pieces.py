@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.checking import MISMATCH, Parts, policy
+from replay_patch.routes.expert_ids import MISMATCH, Parts, policy
 
 
 def append(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.checking import integer
+from replay_patch.routes.expert_ids import integer
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def fields_of(payload: Any, known: Engine, form: Form) -> tuple[list[Any], Form,
 def _has_fields(payload: Any) -> bool:
     """Whether it is a response or completion, and not the ids themselves."""
     if isinstance(payload, Mapping):
-        return "data" not in payload  # an array as a dict; see `payloads`
+        return "data" not in payload  # an array as a dict; see `packings`
     if isinstance(payload, list | tuple):
         if payload and (isinstance(payload[0], Mapping) or _has(payload[0], "outputs")):
             raise RouteError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError
-from replay_patch.routes.checking import integer
+from replay_patch.routes.expert_ids import integer
 
 
 @dataclass(frozen=True)

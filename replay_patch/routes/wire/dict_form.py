@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from replay_patch.errors import WireError
-from replay_patch.routes import b64
-from replay_patch.routes.checking import Parts
+from replay_patch.routes.expert_ids import Parts
+from replay_patch.routes.wire import base64_text
 from replay_patch.routes.wire.message import (
     ALL,
     CAPTURED,
@@ -70,9 +70,9 @@ def to_dict(routes: Parts) -> dict[str, Any]:
         "start": message.start,
         "layers": list(message.layers) if isinstance(message.layers, tuple) else message.layers,
         "empty_layers": list(message.empty),
-        "expert_ids": b64.encode(message.ids),
-        "captured": None if message.captured is None else b64.encode(message.captured),
-        "notes": None if message.notes is None else b64.encode(message.notes),
+        "expert_ids": base64_text.encode(message.ids),
+        "captured": None if message.captured is None else base64_text.encode(message.captured),
+        "notes": None if message.notes is None else base64_text.encode(message.notes),
         "crc32": message.crc,
     }
 
@@ -191,7 +191,7 @@ def _unbase64(what: str, given: Any, size: int) -> bytes:
     if len(given) != (size + 2) // 3 * 4:
         refuse(what, f"{len(given)} characters", f"{(size + 2) // 3 * 4}, base64 of {size} bytes")
     try:
-        data = b64.decode(given)
+        data = base64_text.decode(given)
     except ValueError:  # another alphabet; not ASCII
         refuse(what, given, "base64 text")
     if len(data) != size:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError, RouteError
-from replay_patch.routes.checking import ids_dtype
-from replay_patch.routes.index import widest
+from replay_patch.routes.expert_ids import ids_dtype
 from replay_patch.routes.padding import check_lengths, fill_padding
 from replay_patch.routes.routes import Routes
+from replay_patch.routes.row_index import widest
 
 # Tokens copied at a time, in the order of the rows: what is read and written stays in the cache.
 _BLOCK = 512

@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import b64
-from replay_patch.routes.checking import host_ids, integer
+from replay_patch.routes.expert_ids import host_ids, integer
+from replay_patch.routes.wire import base64_text
 
 _NPY = b"\x93NUMPY"
 # What numpy writes into a .npy file of a plain array. np.load would allocate what a header claims
@@ -85,7 +85,7 @@ def _from_mapping(value: Mapping[str, Any], packing: Packing) -> Any:
 
 def _from_base64(text: str) -> bytes:
     try:
-        return b64.decode(text)
+        return base64_text.decode(text)
     except ValueError as error:  # another alphabet; not ASCII
         raise RouteError(f"text of {len(text)} characters is no base64: {error}") from None
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
 
 
@@ -81,18 +82,6 @@ def widest(ids: Tensor) -> torch.dtype:
     size = ids.shape[-1] * ids.dtype.itemsize
     fitting = (w for w in _ELEMENTS if w > ids.dtype.itemsize and size % w == 0)
     return _ELEMENTS.get(next(fitting, 0), ids.dtype)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy to the device that nothing waits for; the tensor itself on the host."""
-    if device.type == "cpu":
-        return tensor
-    try:
-        pinned = tensor.pin_memory()
-    except Exception:  # noqa: BLE001 - none for this kind of device, or none left: then it waits
-        # torch_npu would read memory that is not pinned later, when it is another tensor's.
-        return tensor.to(device)
-    return pinned.to(device, non_blocking=True)
 
 
 def inverse(rows: Tensor, count: int) -> Tensor:

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from replay_patch.routes.checking import Parts
+from replay_patch.routes.expert_ids import Parts
 
 _LEAST_RUN = 16
 _BITS = 128
