@@ -139,7 +139,7 @@ def test_releases_on_which_skyrl_itself_cannot_run(megatron: str) -> None:
     code = (
         "import json\n"
         "from helpers import skyrl_trainer\n"
-        "skyrl.prepare()\n"
+        "skyrl_trainer.prepare()\n"
         "try:\n"
         "    skyrl_trainer.module('backends.skyrl_train.distributed.megatron.megatron_utils')\n"
         "except ImportError as error:\n"
