@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.matrices import OF_MEGATRON
+from helpers.matrix_runs import OF_MEGATRON
 
 from replay_patch import docs
 from replay_patch.errors import ReplayPatchError
