@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import generated_docs
 import pytest
 from helpers.matrices import OF_MEGATRON
 
-from replay_patch import docs
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import TESTED_RELEASES
@@ -24,16 +24,16 @@ SUPPORTED = json.loads((ROOT / "supported_versions.json").read_text())
 
 
 def test_patches_page_is_made_from_the_patches() -> None:
-    assert (ROOT / "docs" / "patches.md").read_text() == docs.patches_page()
+    assert (ROOT / "docs" / "patches.md").read_text() == generated_docs.patches_page()
 
 
 def test_the_readmes_table_is_made_from_supported_versions() -> None:
     readme = (ROOT / "README.md").read_text()
 
-    assert docs.with_table(readme, SUPPORTED) == readme
+    assert generated_docs.with_table(readme, SUPPORTED) == readme
     less = copy.deepcopy(SUPPORTED)
     less["releases"]["0.12.1"]["pass"].remove("replay")
-    assert docs.with_table(readme, less) != readme
+    assert generated_docs.with_table(readme, less) != readme
 
 
 def test_supported_versions_are_of_every_check_and_tested_release() -> None:
@@ -45,10 +45,10 @@ def test_supported_versions_are_of_every_check_and_tested_release() -> None:
 def test_the_mindspeed_page_is_made_from_its_results_and_the_refused_features() -> None:
     page = (ROOT / "docs" / "mindspeed.md").read_text()
 
-    assert docs.with_mindspeed(page, MINDSPEED) == page
+    assert generated_docs.with_mindspeed(page, MINDSPEED) == page
     less = copy.deepcopy(MINDSPEED)
     less["branches"]["core_r0.15.3"]["pass"].remove("replay")
-    assert docs.with_mindspeed(page, less) != page
+    assert generated_docs.with_mindspeed(page, less) != page
 
 
 def test_mindspeed_results_are_of_every_check_on_every_branch() -> None:
@@ -65,7 +65,7 @@ def test_mindspeed_targets_are_read_from_its_code(tmp_path: Path) -> None:
     lines += ["    manager.register_patch('megatron.core.jit.x', None)"]
     (package / "one.py").write_text("\n".join(lines))
 
-    assert docs.mindspeed_targets(tmp_path) == {place}
+    assert generated_docs.mindspeed_targets(tmp_path) == {place}
 
 
 def test_the_workflow_in_the_docs_is_our_own() -> None:
@@ -85,11 +85,11 @@ def full_run() -> dict[str, Any]:
 
 def test_supported_versions_come_from_a_full_green_run_only() -> None:
     matrix = full_run()
-    assert docs.supported(matrix)["releases"]["0.12.1"]["pass"] == OF_MEGATRON
+    assert generated_docs.supported(matrix)["releases"]["0.12.1"]["pass"] == OF_MEGATRON
 
     matrix["cells"][3]["status"] = "fail"
     with pytest.raises(ReplayPatchError, match="1 cells are red"):
-        docs.supported(matrix)
+        generated_docs.supported(matrix)
     del matrix["cells"][3]
     with pytest.raises(ReplayPatchError, match="no full run: 1 cells are missing"):
-        docs.supported(matrix)
+        generated_docs.supported(matrix)

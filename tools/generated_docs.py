@@ -1,10 +1,10 @@
 """What is made from code and results: docs/patches.md, supported_versions.json and README's table,
 supported_mindspeed.json and the tables of docs/mindspeed.md.
 
-python -m replay_patch.docs                      # the pages, from the code and the JSON
-python -m replay_patch.docs --matrix FILE        # supported_versions.json, too, from a full run
-python -m replay_patch.docs --matrix FILE --mindspeed DIR ...    # supported_mindspeed.json, too: of
-                                                 # these git checkouts, with which FILE was made
+python tools/generated_docs.py                  # the pages, from the code and the JSON
+python tools/generated_docs.py --matrix FILE    # supported_versions.json, too, from a full run
+python tools/generated_docs.py --matrix FILE --mindspeed DIR ...    # supported_mindspeed.json, too:
+                                                # of these git checkouts, with which FILE was made
 """
 
 import argparse
@@ -218,7 +218,7 @@ def with_mindspeed(page: str, data: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m replay_patch.docs")
+    parser = argparse.ArgumentParser(prog="python tools/generated_docs.py")
     parser.add_argument("--matrix", type=Path, help="JSON of a full run, from make matrix")
     parser.add_argument(
         "--mindspeed", type=Path, nargs="+", help="checkouts, if it is of MindSpeed"
