@@ -1,5 +1,5 @@
-"""What is made from code and results: docs/patches.md, supported_versions.json and README's table,
-supported_mindspeed.json and the tables of docs/mindspeed.md.
+"""Writes what is made from code and results: docs/patches.md, and the tables of
+docs/compatibility.md and docs/mindspeed.md.
 
 python tools/generated_docs.py                  # the pages, from the code and the JSON
 python tools/generated_docs.py --matrix FILE    # supported_versions.json, too, from a full run
@@ -8,151 +8,135 @@ python tools/generated_docs.py --matrix FILE --mindspeed DIR ...    # supported_
 """
 
 import argparse
-import ast
-import datetime
+import importlib
 import itertools
 import json
-import subprocess
+import re
 from pathlib import Path
 from typing import Any
 
-from replay_patch import __version__
+from matrix_results import OF_MEGATRON, patches_at, supported, supported_mindspeed
+
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.checks import CHECKS
-from replay_patch.matrix.environments import TESTED_RELEASES
 from replay_patch.megatron.ascend import REFUSED
+from replay_patch.patching.patch import REPLAYING, Patch
 from replay_patch.patching.registry import patches
 
 ROOT = Path(__file__).absolute().parents[1]
 SUPPORTED = ROOT / "supported_versions.json"
 MINDSPEED = ROOT / "supported_mindspeed.json"
-README = ROOT / "README.md"
+PATCHES_PAGE = ROOT / "docs" / "patches.md"
+COMPATIBILITY_PAGE = ROOT / "docs" / "compatibility.md"
 MINDSPEED_PAGE = ROOT / "docs" / "mindspeed.md"
-_WITHOUT_MINDSPEED = {name: check for name, check in CHECKS.items() if not check.mindspeed}
+
+
+# --- docs/patches.md ----------------------------------------------------------------------------
 
 
 def patches_page() -> str:
-    """The text of docs/patches.md."""
+    """The text of docs/patches.md: the patches of each library, in the order of application.
+
+    Raises:
+        ReplayPatchError: a patch does not say why there is no upstream change or report.
+    """
     parts = [
         "# Patches\n\n"
-        "Made from `patches/*.py` by `make docs`; a test compares. Whether one is needed is asked "
-        "of the installed objects, never of a version number. `REPLAY_PATCH_SKIP=name,name` leaves "
-        "patches out; what then would be wrong is refused where it is used.\n"
+        "Made by `make docs` from the files in `patches/`; a test compares. Whether a patch is "
+        "needed is asked of the installed objects, never of a version number; one that is not "
+        "needed changes nothing. `replay-patch patches` shows the state of each.\n\n"
+        "`REPLAY_PATCH_SKIP=name,name` leaves patches out. Without a *vital* one, replay would be "
+        "wrong or ignored: it is refused with `PatchNotActive` unless each vital patch is in place "
+        "or not needed. How to write a patch: `docs/writing-a-patch.md`.\n"
     ]
+    by_library: dict[str, list[Patch]] = {}
     for patch in patches():
-        targets = "\n".join(f"- `{target}`" for target in patch.targets)
-        upstream = f"<{patch.upstream}>" if patch.upstream.startswith("http") else patch.upstream
-        parts.append(
-            f"## {patch.name}\n\n{targets}\n\n**Why.** {patch.why}\n\n**How.** {patch.how}\n\n"
-            f"**Upstream.** {upstream}\n\n**Remove when** {patch.remove_when}.\n"
-        )
+        by_library.setdefault(patch.library, []).append(patch)
+    for library, members in by_library.items():
+        parts.append(_library_index(library, members))
+        parts += [_patch_entry(patch) for patch in members]
     return "\n".join(parts)
 
 
-def supported(matrix: dict[str, Any]) -> dict[str, Any]:
-    """The content of supported_versions.json.
+def _library_index(library: str, members: list[Patch]) -> str:
+    about = importlib.import_module(f"replay_patch.patches.{library}").__doc__ or ""
+    lines = [f"## {library}", "", about.strip(), "", "| patch | vital | what it is about |"]
+    lines.append("| --- | :---: | --- |")
+    for patch in members:
+        module = importlib.import_module(f"replay_patch.patches.{library}.{patch.name}")
+        subject = " ".join((module.__doc__ or "").strip().partition("\n\n")[0].split())
+        vital = "yes" if patch.vital else ""
+        lines.append(f"| [`{patch.name}`](#{patch.name}) | {vital} | {subject} |")
+    return "\n".join([*lines, ""])
 
-    Args:
-        matrix: the JSON of `replay-patch matrix --megatron all`.
 
-    Returns:
-        `releases`: for each, the checks that `pass`, and those to `skip` with their reasons.
+def _patch_entry(patch: Patch) -> str:
+    rows = [
+        ("changes", _listed(patch.targets)),
+        ("is tried when this is imported", _listed(patch.modules)),
+        ("comes after", _listed(patch.after)),
+        ("relies on, unchanged", _listed(patch.relies_on)),
+        ("fails without it", _checks(patch)),
+        ("vital", "yes: replay is refused without it" if patch.vital else ""),
+        ("upstream", upstream(patch)),
+        ("remove when", patch.remove_when),
+    ]
+    table = "\n".join(f"| {title} | {text} |" for title, text in rows if text)
+    return (
+        f"### {patch.name}\n\n**Why.** {patch.why}\n\n**How.** {patch.how}\n\n"
+        f"| | |\n| --- | --- |\n{table}\n"
+    )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return "<br>".join(f"`{name}`" for name in names)
+
+
+def _checks(patch: Patch) -> str:
+    """The checks of `replay-patch matrix` that turn red without a patch that is needed."""
+    names = [f"`{name}`" for name in patch.checks if name != REPLAYING]
+    if patch.vital or REPLAYING in patch.checks:
+        names.append("every check that records or replays")
+    return ", ".join(names)
+
+
+def upstream(patch: Patch) -> str:
+    """The upstream change or report, or the reason why none can be named.
 
     Raises:
-        ReplayPatchError: a check or a tested release is missing, or a cell is red.
+        ReplayPatchError: it is "none" without a reason.
     """
-    cells = {(c["megatron"], c["check"]): c for c in matrix["cells"] if c["mindspeed"] is None}
-    wanted = set(itertools.product(TESTED_RELEASES, _WITHOUT_MINDSPEED))
-    if missing := sorted(wanted - cells.keys()):
+    text = patch.upstream.strip()
+    if re.fullmatch(r"none( known)?[\s:.]*", text):
         raise ReplayPatchError(
-            f"this is no full run: {len(missing)} cells are missing, among them {missing[0]}"
+            f"patch {patch.name}: upstream is {text!r}: expected a link, or 'none: ' and the reason"
         )
-    if red := sorted(key for key in wanted if cells[key]["status"] not in ("pass", "skip")):
-        raise ReplayPatchError(f"{len(red)} cells are red, among them {red[0]}")
-    releases = {}
-    for release in TESTED_RELEASES:
-        mine = {name: cells[release, name] for name in _WITHOUT_MINDSPEED}
-        releases[release] = _passed_and_skipped(mine)
-    return {"schema": 1, "replay_patch": __version__, "releases": releases}
+    return f"<{text}>" if text.startswith("http") else text
 
 
-def _passed_and_skipped(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "pass": [name for name, cell in cells.items() if cell["status"] == "pass"],
-        "skip": {n: cell["detail"] for n, cell in cells.items() if cell["status"] == "skip"},
-    }
-
-
-def supported_mindspeed(matrix: dict[str, Any], checkouts: list[Path]) -> dict[str, Any]:
-    """The content of supported_mindspeed.json.
-
-    Args:
-        matrix: the JSON of `replay-patch matrix --mindspeed-path ...`, with all checks.
-        checkouts: the same folders; git checkouts, whose names are those of the cells.
-
-    Returns:
-        `date` of today, and `branches`: for each its `commit`, the `megatron` it ran with, what
-        passed and was skipped, and which `targets` of ours it patches, too.
-
-    Raises:
-        ReplayPatchError: a check is missing, or a cell is red.
-    """
-    branches = {}
-    for folder in checkouts:
-        mine = {c["check"]: c for c in matrix["cells"] if c["mindspeed"] == folder.name}
-        red = [n for n in CHECKS if mine.get(n, {}).get("status") not in ("pass", "skip")]
-        if red:
-            raise ReplayPatchError(f"{folder.name}: {len(red)} cells are red or missing: {red[0]}")
-        git = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        branches[folder.name] = {
-            "commit": commit,
-            "megatron": mine["activation"]["megatron"],
-            **_passed_and_skipped({name: mine[name] for name in CHECKS}),
-            "targets": sorted(mindspeed_targets(folder)),
-        }
-    return {"schema": 1, "date": datetime.date.today().isoformat(), "branches": branches}
-
-
-def mindspeed_targets(folder: Path) -> set[str]:
-    """The places of ours that a MindSpeed checkout registers patches for, with any feature."""
-    registered: set[str] = set()
-    for file in (folder / "mindspeed").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "register_patch":
-                first = node.args[0] if node.args else None
-                if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    registered.add(first.value)
-    return {place for place in registered if _patches_at(place)}
-
-
-def _patches_at(place: str) -> list[str]:
-    """Our patches that change a place, or the class whose method it is."""
-    ours = {t.replace(":", "."): p.name for p in patches() for t in p.targets}
-    names = {name for target, name in ours.items() if f"{place}.".startswith(f"{target}.")}
-    return sorted(names)
+# --- tables of checks ---------------------------------------------------------------------------
 
 
 def supported_table(data: dict[str, Any]) -> str:
-    """The README's table: checks as rows; releases of which all is alike share a column."""
-    return _table(data["releases"], _WITHOUT_MINDSPEED)
+    """Checks as rows, for docs/compatibility.md; releases with the same results share a column."""
+    return _table(data["releases"], OF_MEGATRON)
 
 
-def _table(found: dict[str, Any], checks: dict[str, Any]) -> str:
+def _table(results: dict[str, Any], checks: dict[str, Any]) -> str:
     """Checks as rows, with the reasons of what was skipped below."""
 
     def outcome(name: str) -> tuple[list[str], dict[str, str]]:
-        return found[name]["pass"], found[name]["skip"]
+        return results[name]["pass"], results[name]["skip"]
 
-    columns = [list(group) for _, group in itertools.groupby(found, key=outcome)]
+    columns = [list(group) for _, group in itertools.groupby(results, key=outcome)]
     lines = [
         "| check | " + " | ".join(", ".join(column) for column in columns) + " | proves that |",
         "| --- |" + " :---: |" * len(columns) + " --- |",
     ]
     for name, check in checks.items():
-        shown = ["pass" if name in found[c[0]]["pass"] else "skip" for c in columns]
+        shown = ["pass" if name in results[c[0]]["pass"] else "skip" for c in columns]
         lines.append(f"| `{name}` | {' | '.join(shown)} | {check.sentence} |")
-    reasons = {(n, reason) for one in found.values() for n, reason in one["skip"].items()}
+    reasons = {(n, reason) for result in results.values() for n, reason in result["skip"].items()}
     notes = [f"- `{name}`: {reason}." for name, reason in sorted(reasons)]
     return "\n".join(
         [*lines, "", "A skipped check says nothing about these columns, because:", "", *notes, ""]
@@ -167,10 +151,10 @@ def mindspeed_results(data: dict[str, Any]) -> str:
         "| branch | commit | Megatron-core | passed | skipped |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, one in branches.items():
+    for name, result in branches.items():
         lines.append(
-            f"| `{name}` | `{one['commit'][:12]}` | {one['megatron']} | {len(one['pass'])} | "
-            f"{len(one['skip'])} |"
+            f"| `{name}` | `{result['commit'][:12]}` | {result['megatron']} | "
+            f"{len(result['pass'])} | {len(result['skip'])} |"
         )
     return "\n".join([*lines, "", _table(branches, CHECKS)])
 
@@ -179,10 +163,10 @@ def mindspeed_overlap(data: dict[str, Any]) -> str:
     """What we patch and MindSpeed patches, too."""
     lines = ["| place | our patches | MindSpeed branches |", "| --- | --- | --- |"]
     branches = data["branches"]
-    for place in sorted({place for one in branches.values() for place in one["targets"]}):
-        having = [name for name, one in branches.items() if place in one["targets"]]
+    for place in sorted({place for result in branches.values() for place in result["targets"]}):
+        having = [name for name, result in branches.items() if place in result["targets"]]
         shown = "all" if len(having) == len(branches) else ", ".join(having)
-        ours = ", ".join(f"`{name}`" for name in _patches_at(place))
+        ours = ", ".join(f"`{name}`" for name in patches_at(place))
         lines.append(f"| `{place}` | {ours} | {shown} |")
     return "\n".join([*lines, ""])
 
@@ -190,24 +174,28 @@ def mindspeed_overlap(data: dict[str, Any]) -> str:
 def refused_features() -> str:
     """The features of MindSpeed's that replay is refused with."""
     lines = ["| option | refused, because |", "| --- | --- |"]
-    for one in REFUSED:
-        options = " or ".join(f"`{o} {one.value}`" if one.value else f"`{o}`" for o in one.options)
-        lines.append(f"| {options} | {one.why} |")
+    for feature in REFUSED:
+        value = f" {feature.value}" if feature.value else ""
+        options = " or ".join(f"`{option}{value}`" for option in feature.options)
+        lines.append(f"| {options} | {feature.why} |")
     return "\n".join([*lines, ""])
+
+
+# --- pages --------------------------------------------------------------------------------------
 
 
 def with_block(page: str, name: str, content: str) -> str:
     """A page with the block of that name made anew."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-    before, found, rest = page.partition(begin)
-    if not found:
+    before, marker, rest = page.partition(begin)
+    if not marker:
         raise ReplayPatchError(f"the page has no block {name!r}")
     return before + begin + "\n" + content + "\n" + end + rest.partition(end)[2]
 
 
-def with_table(readme: str, data: dict[str, Any]) -> str:
-    """The README's text with its table made anew."""
-    return with_block(readme, "supported_versions.json", supported_table(data))
+def with_table(page: str, data: dict[str, Any]) -> str:
+    """The text of docs/compatibility.md with its table made anew."""
+    return with_block(page, "supported_versions.json", supported_table(data))
 
 
 def with_mindspeed(page: str, data: dict[str, Any]) -> str:
@@ -232,8 +220,9 @@ def main() -> None:
         else:
             path, made = SUPPORTED, supported(matrix)
         path.write_text(json.dumps(made, indent=1) + "\n")
-    (ROOT / "docs" / "patches.md").write_text(patches_page())
-    README.write_text(with_table(README.read_text(), json.loads(SUPPORTED.read_text())))
+    PATCHES_PAGE.write_text(patches_page())
+    page = COMPATIBILITY_PAGE.read_text()
+    COMPATIBILITY_PAGE.write_text(with_table(page, json.loads(SUPPORTED.read_text())))
     page = MINDSPEED_PAGE.read_text()
     MINDSPEED_PAGE.write_text(with_mindspeed(page, json.loads(MINDSPEED.read_text())))
 
