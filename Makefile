@@ -31,7 +31,7 @@ test-mindspeed: setup
 matrix: setup
 	mkdir -p build
 	$(BIN)/replay-patch matrix --megatron all --json build/matrix.json
-	$(BIN)/python -m replay_patch.docs --matrix build/matrix.json
+	$(BIN)/python tools/generated_docs.py --matrix build/matrix.json
 
 lint: setup
 	$(BIN)/ruff check .
@@ -39,7 +39,7 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/python -m replay_patch.docs
+	$(BIN)/python tools/generated_docs.py
 
 # Takes about ten minutes, and means something only on a machine that does nothing else.
 bench: setup

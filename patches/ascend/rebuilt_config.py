@@ -137,7 +137,7 @@ PATCH = Patch(
         "`__reduce_ex__` makes such a class again when a config is unpickled or copied. Without "
         "MindSpeed's wrappers nothing is changed."
     ),
-    upstream="none",
+    upstream="none known: every branch in docs/mindspeed.md makes such classes",
     remove_when="no supported MindSpeed rebuilds the class, or it wraps subclasses, too",
     needed=_needed,
     apply=_apply,

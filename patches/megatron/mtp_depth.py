@@ -45,7 +45,7 @@ PATCH = Patch(
         "0.15 and from 0.17 on, so they alias those of the decoder."
     ),
     how="After the block is built, each router in `layers[i]` gets `mtp_depth = i + 1`.",
-    upstream="none",
+    upstream="none: the number is this plugin's own; Megatron's replay goes by build order",
     remove_when="router numbers are unique in every supported release",
     needed=_needed,
     apply=_apply,

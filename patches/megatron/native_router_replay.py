@@ -127,7 +127,7 @@ PATCH = Patch(
         "Its methods are wrapped, the class is kept. For valid ids the result is bitwise its own. "
         "A method that only later releases have is added."
     ),
-    upstream="none",
+    upstream="none known: 0.19.2 still takes ids without looking at them",
     remove_when="the release checks ids itself",
     needed=_needed,
     apply=_apply,

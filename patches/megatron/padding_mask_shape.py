@@ -54,7 +54,7 @@ PATCH = Patch(
         "`MoELayer.forward` takes this rank's part of a mask that is as long as the rows of all "
         "tensor-parallel ranks, leaves one of the right shape alone, and refuses any other."
     ),
-    upstream="none",
+    upstream="none known: 0.19.2 still hands the whole mask to later stages",
     remove_when="every model cuts the mask itself",
     needed=_needed,
     apply=_apply,

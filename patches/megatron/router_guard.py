@@ -77,7 +77,7 @@ PATCH = Patch(
         "replay stands on is in place, RouteError for an unknown class, or for a feature of "
         "MindSpeed's that is not replayed (docs/mindspeed.md)."
     ),
-    upstream="none",
+    upstream="none: it guards this plugin's own patches",
     remove_when="never: it is what makes a failed patch loud",
     needed=_needed,
     apply=_apply,

@@ -135,7 +135,7 @@ PATCH = Patch(
         "unless an action is set; then the router is made known to the top-k function, and a "
         "forward that made no selection is an error."
     ),
-    upstream="none",
+    upstream="none known: in 0.19.2 a router that never asks still ignores replay",
     remove_when="all supported releases have native replay with layer numbers and checks",
     needed=_needed,
     apply=_apply,

@@ -48,7 +48,7 @@ PATCH = Patch(
         "It runs only where a call with two tokens and three experts counts wrongly: not where "
         "Megatron, or the patch `expert_bias_mask`, has done the same already."
     ),
-    upstream="none",
+    upstream="none: the fault is on SkyRL's main branch, and in no release yet",
     remove_when="SkyRL asks before it patches",
     needed=_needed,
     apply=_apply,

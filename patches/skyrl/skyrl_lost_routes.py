@@ -49,7 +49,7 @@ PATCH = Patch(
         "the step trains on native routing, although replay is on."
     ),
     how="With enable_return_routed_experts such a batch is refused, as one sample would be.",
-    upstream="none",
+    upstream="none known for 0.3.0, the release that this was written for",
     remove_when="SkyRL refuses such a batch",
     needed=_needed,
     apply=_apply,

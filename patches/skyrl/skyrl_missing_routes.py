@@ -68,7 +68,7 @@ PATCH = Patch(
         "these tokens train on expert 0 or on native routing, and nothing says so."
     ),
     how="The samples are looked at before they become tensors; the conversion is SkyRL's own.",
-    upstream="none",
+    upstream="none known for 0.3.0, the release that this was written for",
     remove_when="SkyRL refuses such samples",
     needed=_needed,
     apply=_apply,

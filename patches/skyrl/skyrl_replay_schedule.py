@@ -122,7 +122,7 @@ PATCH = Patch(
         "autograd. The model gets the padding mask, if it takes one. The forward steps are "
         "SkyRL's own, and see batches without routes."
     ),
-    upstream="none",
+    upstream="none known for 0.3.0, the release that this was written for",
     remove_when="SkyRL replays by chunk and by schedule itself",
     needed=_needed,
     apply=_apply,

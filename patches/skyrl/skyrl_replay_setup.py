@@ -282,7 +282,7 @@ PATCH = Patch(
         "virtual stages, which this call cannot tell apart, are refused. Nothing is done to the "
         "dispatcher: there are no repeating rows left for which SkyRL counts on the device."
     ),
-    upstream="none",
+    upstream="none known for 0.3.0; SkyRL's main branch has changed these functions",
     remove_when="SkyRL finds rows and routers by what they are",
     needed=_needed,
     apply=_apply,

@@ -155,7 +155,7 @@ PATCH = Patch(
         "`torch.uint8` means int32 in it. R3 with one expert per token is warned of: zeros, which "
         "verl fills in where nothing was captured, are a valid route then."
     ),
-    upstream="none",
+    upstream="none known: verl 0.9.1 still clears only where a pass ends well",
     remove_when="verl clears in a finally, and replays padded batches or refuses them",
     needed=_needed,
     apply=_apply,

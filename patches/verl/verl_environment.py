@@ -43,7 +43,7 @@ PATCH = Patch(
         "reach the driver alone, and the models would train without this plugin."
     ),
     how="What it returns, with the driver's REPLAY_PATCH* variables added.",
-    upstream="none",
+    upstream="none: it follows from this plugin's own need for its variables",
     remove_when="verl hands on the driver's variables",
     needed=_needed,
     apply=_apply,

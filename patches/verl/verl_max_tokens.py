@@ -143,7 +143,7 @@ PATCH = Patch(
         "shape. 0.7 asks for 0 tokens where none are left, which vLLM refuses."
     ),
     how=HOW,
-    upstream="none",
+    upstream="none: from 0.8 on verl asks vLLM for at least one token",
     remove_when="every supported verl asks vLLM for 1 ... response_length tokens by itself",
     needed=functools.partial(needed, servers=_SERVERS),
     apply=functools.partial(apply, servers=_SERVERS, spare=0),

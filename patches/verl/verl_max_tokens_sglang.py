@@ -20,7 +20,7 @@ PATCH = Patch(
         "SGLang then returns a log-probability without a token."
     ),
     how=verl_max_tokens.HOW,
-    upstream="none",
+    upstream="none known: verl 0.9.1 still asks SGLang for 0 tokens",
     remove_when="every supported verl asks SGLang for 1 ... response_length tokens by itself",
     needed=functools.partial(verl_max_tokens.needed, servers=_SERVERS),
     # verl 0.8 and later keep one token of SGLang's context free.

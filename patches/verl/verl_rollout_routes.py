@@ -174,7 +174,7 @@ PATCH = Patch(
         "that: a row for each token, compared by token ids, -1 where there is none. A sample "
         "without any is one error that names it. Validation gets no routes."
     ),
-    upstream="none",
+    upstream="none known: verl 0.9.1 still fills in zeros",
     remove_when="verl's agent loops say themselves which rows are captured",
     needed=_needed,
     apply=_apply,

@@ -135,7 +135,7 @@ PATCH = Patch(
         "there are, and refuses if a layer has none or several. On 0.7.0 the layer axis of "
         "the routes is put into the order in which `set_router_replay_data` reads it."
     ),
-    upstream="none",
+    upstream="none known: verl 0.9.1 still goes by places in its list of routers",
     remove_when="no supported verl goes by places in a list",
     needed=_needed,
     apply=_apply,

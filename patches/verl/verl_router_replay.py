@@ -93,7 +93,7 @@ PATCH = Patch(
         "`apply_router_replay_patch` leaves Megatron alone, and is refused if the plugin is not "
         "fully active. All else of verl is its own."
     ),
-    upstream="none",
+    upstream="none known: verl 0.9.1 still replaces `TopKRouter.routing`",
     remove_when="verl uses Megatron's RouterReplay where there is one",
     needed=_needed,
     apply=_apply,

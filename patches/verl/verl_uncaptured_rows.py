@@ -40,7 +40,7 @@ PATCH = Patch(
         "route (verl_rollout_routes) becomes 255, which is no expert, or, of 256, another one."
     ),
     how="The function is verl's own; in it `torch.uint8` means int32, which NCCL can send.",
-    upstream="none",
+    upstream="none: rows of -1 are this plugin's own, and verl 0.9 has no such cast",
     remove_when="verl 0.8 is no longer supported",
     needed=_needed,
     apply=_apply,

@@ -1,6 +1,7 @@
 """The examples under docs/examples/ run, and do what they say."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from replay_patch.matrix import tiny
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
 TOKENS = torch.arange(16).reshape(2, 8)
 POSITIONS = torch.arange(8).expand(2, -1)
 RECOMPUTE = {
@@ -111,3 +113,16 @@ def test_the_example_does_not_know_the_plugin(example: ModuleType) -> None:
     code = Path(example.__file__).read_text().partition('"""\n\n')[2]
 
     assert "replay_patch" not in code
+
+
+def test_the_readmes_example_replays_what_it_recorded() -> None:
+    text = (ROOT / "README.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    trained = model(**RECOMPUTE)
+    names = {"model": trained, "tokens": TOKENS, "positions": POSITIONS, "lengths": [8, 5]}
+
+    exec(compile(example, "README.md", "exec"), names)
+
+    assert [routes.num_tokens for routes in names["routes"]] == [8, 5]
+    assert (names["replay"].report.replayed, names["replay"].report.padding) == (2 * 13, 2 * 3)
+    assert all(grad.isfinite().all() for grad in gradients(trained))

@@ -1,17 +1,20 @@
 """Pages made from code and measurements agree with what they are made from."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import generated_docs
+import matrix_results
 import pytest
 from helpers.matrix_runs import OF_MEGATRON
 
-from replay_patch import docs
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import TESTED_RELEASES
+from replay_patch.patching.registry import patches
 
 ROOT = Path(__file__).parents[2]
 BRANCHES = [
@@ -24,16 +27,26 @@ SUPPORTED = json.loads((ROOT / "supported_versions.json").read_text())
 
 
 def test_patches_page_is_made_from_the_patches() -> None:
-    assert (ROOT / "docs" / "patches.md").read_text() == docs.patches_page()
+    assert (ROOT / "docs" / "patches.md").read_text() == generated_docs.patches_page()
 
 
-def test_the_readmes_table_is_made_from_supported_versions() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_a_patch_says_why_there_is_nothing_upstream() -> None:
+    patch = patches()[0]
 
-    assert docs.with_table(readme, SUPPORTED) == readme
+    for bare in ("none", "none:", "none known."):
+        with pytest.raises(ReplayPatchError, match="expected a link, or 'none: ' and the reason"):
+            generated_docs.upstream(dataclasses.replace(patch, upstream=bare))
+    reason = "none: it follows from this plugin's own needs"
+    assert generated_docs.upstream(dataclasses.replace(patch, upstream=reason)) == reason
+
+
+def test_the_compatibility_table_is_made_from_supported_versions() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+
+    assert generated_docs.with_table(page, SUPPORTED) == page
     less = copy.deepcopy(SUPPORTED)
     less["releases"]["0.12.1"]["pass"].remove("replay")
-    assert docs.with_table(readme, less) != readme
+    assert generated_docs.with_table(page, less) != page
 
 
 def test_supported_versions_are_of_every_check_and_tested_release() -> None:
@@ -45,10 +58,10 @@ def test_supported_versions_are_of_every_check_and_tested_release() -> None:
 def test_the_mindspeed_page_is_made_from_its_results_and_the_refused_features() -> None:
     page = (ROOT / "docs" / "mindspeed.md").read_text()
 
-    assert docs.with_mindspeed(page, MINDSPEED) == page
+    assert generated_docs.with_mindspeed(page, MINDSPEED) == page
     less = copy.deepcopy(MINDSPEED)
     less["branches"]["core_r0.15.3"]["pass"].remove("replay")
-    assert docs.with_mindspeed(page, less) != page
+    assert generated_docs.with_mindspeed(page, less) != page
 
 
 def test_mindspeed_results_are_of_every_check_on_every_branch() -> None:
@@ -65,7 +78,7 @@ def test_mindspeed_targets_are_read_from_its_code(tmp_path: Path) -> None:
     lines += ["    manager.register_patch('megatron.core.jit.x', None)"]
     (package / "one.py").write_text("\n".join(lines))
 
-    assert docs.mindspeed_targets(tmp_path) == {place}
+    assert matrix_results.mindspeed_targets(tmp_path) == {place}
 
 
 def test_the_workflow_in_the_docs_is_our_own() -> None:
@@ -85,11 +98,11 @@ def full_run() -> dict[str, Any]:
 
 def test_supported_versions_come_from_a_full_green_run_only() -> None:
     matrix = full_run()
-    assert docs.supported(matrix)["releases"]["0.12.1"]["pass"] == OF_MEGATRON
+    assert matrix_results.supported(matrix)["releases"]["0.12.1"]["pass"] == OF_MEGATRON
 
     matrix["cells"][3]["status"] = "fail"
     with pytest.raises(ReplayPatchError, match="1 cells are red"):
-        docs.supported(matrix)
+        matrix_results.supported(matrix)
     del matrix["cells"][3]
     with pytest.raises(ReplayPatchError, match="no full run: 1 cells are missing"):
-        docs.supported(matrix)
+        matrix_results.supported(matrix)
