@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+OFF = frozenset({"", "0", "false", "off", "no"})
+"""Words that switch a setting off. Here, because with the plugin off nothing else is loaded."""
+
 _HOME = {
     "Status": "patching.activation",
     "activate": "patching.activation",

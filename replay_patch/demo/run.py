@@ -4,21 +4,16 @@
 that neither torch nor Megatron of the calling process is touched.
 """
 
-import collections
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from replay_patch.demo.job import PROGRESS
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix import environments
-from replay_patch.processes import environ
+from replay_patch.processes import child, environ
 
 __all__ = ["format_demo", "plot_demo", "run_demo"]
 
@@ -37,9 +32,6 @@ PAPER = {
     "kl": ("1.5e-03", "7.5e-04"),
     "extreme_tokens": ("", "about 10x fewer"),
 }
-
-_LINES_KEPT = 200
-_LINES_SHOWN = 15
 
 
 def run_demo(
@@ -73,10 +65,7 @@ def run_demo(
         folder = environments.environment(megatron, cache)
     else:
         folder = environments.checkout(megatron_path)
-    with tempfile.TemporaryDirectory(prefix="replay-patch-demo-") as work:
-        out = Path(work) / "result.json"
-        _run_job(folder, ["--out", str(out), "--seed", str(seed)], work, say)
-        result: dict[str, Any] = json.loads(out.read_text())
+    result = _run_job(folder, seed, say)
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
 
@@ -163,35 +152,21 @@ def _series(values: list[float]) -> str:
 # ----------------------------------------------------------------------------------- the process
 
 
-def _run_job(megatron: Path, arguments: list[str], cwd: str, say: Callable[[str], None]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "replay_patch.demo.job", *arguments]
-    command += ["--megatron", str(megatron)]
-    kept: collections.deque[str] = collections.deque(maxlen=_LINES_KEPT)
-    with subprocess.Popen(
-        command,
-        env=environ([megatron]),
-        cwd=cwd,  # with -m, the working folder comes first on sys.path: it may hold a megatron
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if line.startswith(PROGRESS):
-                    say(line.removeprefix(PROGRESS).rstrip())
-                elif line.strip():
-                    kept.append(line.rstrip())
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode != 0:
-        shown = "\n".join(f"  {line}" for line in list(kept)[-_LINES_SHOWN:])
-        raise ReplayPatchError(
-            f"demo: the job on {megatron} ended with exit code {process.returncode}; it said:\n"
-            f"{shown}"
-        )
+def _run_job(megatron: Path, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    arguments = ("--seed", str(seed), "--megatron", str(megatron))
+    result: dict[str, Any] | None = None
+    with child("replay_patch.demo.job", *arguments, env=environ([megatron])) as job:
+        while (message := job.next_message()) is not None:
+            if "progress" in message:
+                progress(message["progress"])
+            else:
+                result = message["result"]
+    if job.exit_code == 0 and result is not None:
+        return result
+    shown = "\n".join(f"  {line}" for line in job.last_lines())
+    raise ReplayPatchError(
+        f"demo: the job on {megatron} ended with exit code {job.exit_code}; it said:\n{shown}"
+    )
 
 
 def _to_stderr(line: str) -> None:

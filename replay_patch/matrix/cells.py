@@ -27,6 +27,7 @@ from typing import Any
 
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.registry import Check, Skip
+from replay_patch.processes import parents_stdout
 
 __all__ = ["main"]
 
@@ -47,18 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="of a check, in seconds")
     parser.add_argument("--mindspeed", action="store_true")
     args = parser.parse_args(argv)
-    # Megatron, MindSpeed and the checks may print; only our lines go to stdout.
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    out = parents_stdout()  # Megatron, MindSpeed and the checks may print
     try:
-        found = _import(args.mindspeed)
+        imported = _import(args.mindspeed)
     except BaseException as error:  # noqa: BLE001 - whatever an import does is the user's answer
         print(json.dumps({"problem": _import_problem(error)}), file=out)
         return 1
-    print(json.dumps(found), file=out)
+    print(json.dumps(imported), file=out)
     stopped = threading.Event()  # not an exception: one that hits os.fork() is lost
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    os.register_at_fork(after_in_child=out.close)  # one that outlives us is not waited for
     checks = [CHECKS[name] for name in args.checks.split(",")]
     with tempfile.TemporaryDirectory(prefix="replay-patch-cells-") as folder:
         for cell in _run_all(checks, args.jobs, args.timeout, Path(folder), stopped):
