@@ -72,7 +72,7 @@ class Bench:
 
     def __init__(self, batch: int) -> None:
         import torch
-        from helpers import peers
+        from helpers import peer_packages
 
         from replay_patch import RouteBatch, Routes
 
@@ -88,8 +88,8 @@ class Bench:
         self.config = tiny.moe_config(
             num_layers=LAYERS, num_moe_experts=EXPERTS, moe_router_topk=TOPK
         )
-        self.skyrl = peers.skyrl("backends.skyrl_train.utils.replay_utils")
-        self.verl = peers.verl("utils.megatron.router_replay_utils")
+        self.skyrl = peer_packages.skyrl("backends.skyrl_train.utils.replay_utils")
+        self.verl = peer_packages.verl("utils.megatron.router_replay_utils")
         self.routers = {"skyrl": self._megatrons(), "verl": self._verls()}
         self.calls: dict[str, Callable[[], list[Any]]] = {
             "ours": self.ours,

@@ -15,7 +15,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from helpers import peers  # noqa: E402
+from helpers import peer_packages  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "performance.md"
 RELEASES = ("0.12.1", "0.14.0", "0.16.1", "0.19.2")
@@ -25,7 +25,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         startup = run("startup.py", Path(folder) / "startup.json")
         routes = run("routes.py", Path(folder) / "routes.json")
-        verl = ["--verl", str(peers.folder("verl"))]
+        verl = ["--verl", str(peer_packages.folder("verl"))]
         routers = [run("router.py", Path(folder) / f"{r}.json", r, *verl) for r in RELEASES]
         schedules = [run("schedule.py", Path(folder) / f"s{r}.json", r) for r in RELEASES]
     PAGE.write_text(page(startup, routers, schedules, routes))
@@ -118,7 +118,7 @@ def schedules_section(schedules: list[dict[str, Any]]) -> list[str]:
 
 
 def routes_section(result: dict[str, Any]) -> list[str]:
-    versions = peers.VERSIONS
+    versions = peer_packages.VERSIONS
     lines = [
         "## Bringing routes to the routers",
         "",

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers import venvs  # noqa: E402
+from helpers import virtual_environments  # noqa: E402
 
 MEASURE = """
 import json, sys, time
@@ -55,10 +55,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        pythons = {name: venvs.make(Path(folder) / name) for name in ("without", "with")}
+        pythons = {
+            name: virtual_environments.make(Path(folder) / name) for name in ("without", "with")
+        }
         build = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, str(ROOT)]
         subprocess.run([sys.executable, "-m", "pip", *build], check=True)
-        venvs.pip_install(pythons["with"], str(next(Path(folder).glob("*.whl"))))
+        virtual_environments.pip_install(pythons["with"], str(next(Path(folder).glob("*.whl"))))
         taken: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
         for round_ in range(args.rounds + 1):
             for name, (where, switch) in VARIANTS.items():

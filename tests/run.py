@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import venvs
+from helpers import virtual_environments
 
 from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, environment
 from replay_patch.matrix.planning import Environment, plan
@@ -95,8 +95,8 @@ def install_wheel(folder: Path) -> Path:
     """Install the wheel of this checkout into an environment of its own; returns its Python."""
     build = ["-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *build], check=True)
-    python = venvs.make(folder / "wheel")
-    venvs.pip_install(python, str(next(folder.glob("*.whl"))))
+    python = virtual_environments.make(folder / "wheel")
+    virtual_environments.pip_install(python, str(next(folder.glob("*.whl"))))
     return python
 
 

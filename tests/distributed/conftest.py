@@ -4,6 +4,6 @@ This process only imports, which makes forking ranks from it cheap. It must neve
 groups, not even of one process: ranks forked after that would hang, and `launch` refuses.
 """
 
-from helpers.bed import pytest_report_header
+from helpers.cpu_bed import pytest_report_header
 
 __all__ = ["pytest_report_header"]

@@ -11,7 +11,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-from helpers import skyrl
+from helpers import skyrl_trainer
 from helpers.skyrl_cases import answers
 
 PROMPT = 2
@@ -23,7 +23,9 @@ FIELD = "rollout_expert_indices"
 def routes(sample: int) -> list[list[list[int]]]:
     """Of all tokens but the last, which no engine has a route of."""
     rows = range(PROMPT + RESPONSES[sample % len(RESPONSES)] - 1)
-    return [[skyrl.experts(sample, row, layer + 1) for layer in range(LAYERS)] for row in rows]
+    return [
+        [skyrl_trainer.experts(sample, row, layer + 1) for layer in range(LAYERS)] for row in rows
+    ]
 
 
 def rollout(samples: Any, rewards: Any = None) -> dict[str, Any]:
@@ -49,14 +51,16 @@ def tensors(given: dict[str, Any]) -> Any:
     rewards = [
         [float(r)] * len(m) for r, m in zip(given["rewards"], given["loss_masks"], strict=True)
     ]
-    convert = skyrl.module("train.dataset.preprocess").convert_prompts_responses_to_batch_tensors
+    convert = skyrl_trainer.module(
+        "train.dataset.preprocess"
+    ).convert_prompts_responses_to_batch_tensors
     made = convert(
         SimpleNamespace(pad_token_id=0),
         *(rewards if name == "rewards" else given[name] for name in names),
         None,
         given[FIELD],
     )
-    batches = skyrl.module("backends.skyrl_train.training_batch")
+    batches = skyrl_trainer.module("backends.skyrl_train.training_batch")
     batch = batches.TrainingInputBatch(
         {"sequences": made[0], "attention_mask": made[1], "loss_mask": made[4], FIELD: made[6]}
     )
@@ -75,7 +79,7 @@ def mismatched(batch: Any) -> list[str]:
                 continue
             sample, position = divmod(token, 100)
             own = routes(sample)
-            wanted = own[position] if position < len(own) else [[0] * skyrl.K] * LAYERS
+            wanted = own[position] if position < len(own) else [[0] * skyrl_trainer.K] * LAYERS
             if batch[FIELD][row, place].tolist() != wanted:
                 out.append(f"row {row}: token {token}")
     return out
@@ -101,7 +105,7 @@ def strayed(given: dict[str, Any]) -> list[str]:
 
 def reordered_and_split() -> list[str]:
     """Five samples, permutation [3, 1, 0, 4, 2], two microbatches (case 57)."""
-    iterators = skyrl.module("backends.skyrl_train.workers.worker_utils")
+    iterators = skyrl_trainer.module("backends.skyrl_train.workers.worker_utils")
     batch = tensors(rollout(range(5)))
     by_tokens = iterators.TokenBasedBatchIterator(batch, max_tokens_per_microbatch=10**6)
     moved = by_tokens._create_microbatch_from_indices([3, 1, 0, 4, 2])
@@ -115,7 +119,9 @@ def reordered_and_split() -> list[str]:
         pickle.loads(pickle.dumps(moved)),
         type(moved).cat(parts),
         moved[1:3],
-        skyrl.module("backends.skyrl_train.training_batch").pad_training_input_batch(batch, 2),
+        skyrl_trainer.module("backends.skyrl_train.training_batch").pad_training_input_batch(
+            batch, 2
+        ),
     ):
         out += mismatched(each)
     for part in iterators.TokenBasedBatchIterator(batch, max_tokens_per_microbatch=9):
@@ -127,7 +133,7 @@ def reordered_and_split() -> list[str]:
 
 def filtered() -> list[str]:
     """Dynamic sampling, two rounds: groups without variance are dropped."""
-    utils = skyrl.module("train.utils.trainer_utils")
+    utils = skyrl_trainer.module("train.utils.trainer_utils")
     options = {"train_batch_size": 3, "n_samples_per_prompt": 2}
     state: Any = {"sample_batch_count": 1}
     out = []
@@ -142,7 +148,7 @@ def filtered() -> list[str]:
 
 def replaced() -> list[str]:
     """Dynamic sampling: a group without variance is replaced by another."""
-    utils = skyrl.module("train.utils.trainer_utils")
+    utils = skyrl_trainer.module("train.utils.trainer_utils")
     given = rollout(range(8), [0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     uids = [f"prompt {s // 2}" for s in range(8)]
     options = {"n_samples_per_prompt": 2, "min_replace_ratio": 0.3}
@@ -175,8 +181,8 @@ def masked_sample_without() -> list[str]:
 
 def field_lost() -> list[str]:
     """SkyRL's trainer, its engine is asked for routes, and the batch has no such field."""
-    trainer = skyrl.module("train.trainer").RayPPOTrainer
-    config = skyrl.module("train.config").SkyRLTrainConfig()
+    trainer = skyrl_trainer.module("train.trainer").RayPPOTrainer
+    config = skyrl_trainer.module("train.config").SkyRLTrainConfig()
     config.generator.inference_engine.enable_return_routed_experts = True
     config.trainer.train_batch_size = config.trainer.policy_mini_batch_size = 2
     config.generator.n_samples_per_prompt = 1
@@ -201,9 +207,11 @@ def _tried(call: Any) -> list[str]:
 def environment() -> list[str]:
     """Our variables among those of Ray's workers."""
     os.environ["REPLAY_PATCH_LOG"] = "INFO"
-    utils = skyrl.module("train.utils.utils")
+    utils = skyrl_trainer.module("train.utils.utils")
     utils.peer_access_supported = lambda **_: True  # it asks a Ray cluster
-    made = utils.prepare_runtime_environment(skyrl.module("train.config").SkyRLTrainConfig())
+    made = utils.prepare_runtime_environment(
+        skyrl_trainer.module("train.config").SkyRLTrainConfig()
+    )
     return [name for name in ("REPLAY_PATCH", "REPLAY_PATCH_LOG") if name not in made]
 
 
@@ -212,7 +220,7 @@ def data() -> None:
     import replay_patch
 
     logging.disable(logging.INFO)
-    skyrl.prepare()
+    skyrl_trainer.prepare()
     os.environ["REPLAY_PATCH"] = "1"
     cases = [
         reordered_and_split,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers import fresh, peers
+from helpers import interpreters, peer_packages
 
 from replay_patch.matrix.environments import cache_dir, environment
 
@@ -21,7 +21,7 @@ def dependencies() -> Path:
     """The packages of `trainers/requirements.txt`; they are downloaded once into the cache."""
     content = _REQUIREMENTS.read_bytes()
     name = f"trainer-requirements-{hashlib.sha256(content).hexdigest()[:12]}"
-    return peers.download(name, "-r", str(_REQUIREMENTS))
+    return peer_packages.download(name, "-r", str(_REQUIREMENTS))
 
 
 def run(
@@ -41,10 +41,10 @@ def run(
         transformer_engine: with the stand-in for it.
     """
     paths = [os.environ.get("PYTHONPATH"), environment(megatron), TESTS]
-    paths += [peers.folder(name, version) for name, version in trainers.items()]
+    paths += [peer_packages.folder(name, version) for name, version in trainers.items()]
     paths += [dependencies()]
     paths += [TESTS / "standins" / "te"] if transformer_engine else []
     env = {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
     # Compiled once, whatever the environment says: half of the time of a process goes there.
     env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache_dir() / "pycache")}
-    return fresh.run(code, **env, **({"REPLAY_PATCH": "1"} if plugin else {}))
+    return interpreters.run(code, **env, **({"REPLAY_PATCH": "1"} if plugin else {}))

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from helpers import peers, trainers
+from helpers import peer_packages, trainers
 
 from replay_patch.matrix.environments import environment
 
@@ -71,9 +71,9 @@ def _asked(verl: str, megatron: str, plugin: bool) -> Any:
 def started(cells: Sequence[tuple[Any, ...]]) -> Iterator[Callable[..., Any]]:
     """`ask`, of these arguments, begun for all of them: two processes at a time."""
     for verl, megatron, *_ in cells:  # one after the other: they share a folder
-        peers.folder("verl", verl)
+        peer_packages.folder("verl", verl)
         environment(megatron)
-    peers.folder("mbridge", MBRIDGE)
+    peer_packages.folder("mbridge", MBRIDGE)
     trainers.dependencies()
     with ThreadPoolExecutor(2) as pool:
         answers = {cell: pool.submit(ask, *cell) for cell in cells}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers import venvs
+from helpers import virtual_environments
 
 import replay_patch
 
@@ -37,14 +37,14 @@ def installed(
 ) -> "Python":
     """Runs the Python of a fresh environment that has the plugin in one way."""
     folder = tmp_path_factory.mktemp(request.param)
-    python, path = venvs.make(folder), ""
+    python, path = virtual_environments.make(folder), ""
     if request.param == "wheel":
-        venvs.pip_install(python, str(wheel))
+        virtual_environments.pip_install(python, str(wheel))
     elif request.param == "editable":
-        venvs.pip_install(python, "-e", str(ROOT))
+        virtual_environments.pip_install(python, "-e", str(ROOT))
     else:
         path = str(folder / "target")
-        venvs.pip_install(python, "--target", path, str(wheel))
+        virtual_environments.pip_install(python, "--target", path, str(wheel))
     return Python(python, path)
 
 
@@ -139,8 +139,8 @@ def test_the_command_is_there(installed: Python) -> None:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Python:
-    path = venvs.make(tmp_path_factory.mktemp("plain"))
-    venvs.pip_install(path, str(wheel))
+    path = virtual_environments.make(tmp_path_factory.mktemp("plain"))
+    virtual_environments.pip_install(path, str(wheel))
     return Python(path)
 
 
@@ -186,7 +186,9 @@ def test_a_stale_dist_info_in_front_is_reported(python: Python, tmp_path: Path) 
 
 
 def test_two_copies_on_the_path_are_reported(python: Python, wheel: Path, tmp_path: Path) -> None:
-    venvs.pip_install(Path(sys.executable), "--target", str(tmp_path / "second"), str(wheel))
+    virtual_environments.pip_install(
+        Path(sys.executable), "--target", str(tmp_path / "second"), str(wheel)
+    )
 
     done = python(
         "-m", "replay_patch.cli", "doctor", REPLAY_PATCH="1", PYTHONPATH=str(tmp_path / "second")

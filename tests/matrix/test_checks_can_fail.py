@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import fresh, matrices
-from helpers.matrices import OF_MEGATRON, RELEASES
+from helpers import interpreters, matrix_runs
+from helpers.matrix_runs import OF_MEGATRON, RELEASES
 
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.patching.registry import patches
@@ -28,7 +28,7 @@ def needed(release: str) -> frozenset[str]:
             importlib.import_module(module)
         print(json.dumps({patch.name: patch.state for patch in replay_patch.status().patches}))
     """
-    states = fresh.run(code, bed=True, path=matrices.release(release), REPLAY_PATCH="1")
+    states = interpreters.run(code, bed=True, path=matrix_runs.release(release), REPLAY_PATCH="1")
     assert set(states.values()) == {"active", "not needed"}
     return frozenset(name for name, state in states.items() if state == "active")
 
@@ -44,12 +44,12 @@ def run_without(patch: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def without(clean: matrices.Done) -> Iterator[dict[str, "Future[matrices.Done]"]]:
+def without(clean: matrix_runs.Done) -> Iterator[dict[str, "Future[matrix_runs.Done]"]]:
     """A run without each patch; two at a time, since each is one environment."""
 
-    def run(patch: str) -> matrices.Done:
+    def run(patch: str) -> matrix_runs.Done:
         options = ("--only", ",".join(run_without(patch)), "--jobs", "1")
-        return matrices.run("--megatron", needing(patch), *options, REPLAY_PATCH_SKIP=patch)
+        return matrix_runs.run("--megatron", needing(patch), *options, REPLAY_PATCH_SKIP=patch)
 
     with ThreadPoolExecutor(2) as pool:
         yield {patch: pool.submit(run, patch) for patch in NAMES}
@@ -58,7 +58,7 @@ def without(clean: matrices.Done) -> Iterator[dict[str, "Future[matrices.Done]"]
 
 @pytest.mark.parametrize("patch", NAMES)
 def test_exactly_the_checks_that_name_a_patch_fail_without_it(
-    patch: str, without: dict[str, "Future[matrices.Done]"], clean: matrices.Done
+    patch: str, without: dict[str, "Future[matrix_runs.Done]"], clean: matrix_runs.Done
 ) -> None:
     done, release = without[patch].result(), needing(patch)
 
@@ -72,7 +72,7 @@ def test_exactly_the_checks_that_name_a_patch_fail_without_it(
 
 
 @pytest.mark.parametrize("patch", NAMES)
-def test_each_patch_has_a_check_aimed_at_it_alone(patch: str, clean: matrices.Done) -> None:
+def test_each_patch_has_a_check_aimed_at_it_alone(patch: str, clean: matrix_runs.Done) -> None:
     aimed = [
         check.name
         for release in RELEASES
@@ -85,10 +85,10 @@ def test_each_patch_has_a_check_aimed_at_it_alone(patch: str, clean: matrices.Do
 
 
 @functools.cache
-def with_mindspeed(skip: str = "") -> matrices.Done:
+def with_mindspeed(skip: str = "") -> matrix_runs.Done:
     """The checks of MindSpeed, and those that name one of its patches, on the stand-in."""
     names = [c.name for c in CHECKS.values() if c.mindspeed or {*OF_MINDSPEED} & {*c.patches}]
-    return matrices.run(*STANDIN, "--only", ",".join(names), REPLAY_PATCH_SKIP=skip)
+    return matrix_runs.run(*STANDIN, "--only", ",".join(names), REPLAY_PATCH_SKIP=skip)
 
 
 @pytest.mark.parametrize("patch", OF_MINDSPEED)

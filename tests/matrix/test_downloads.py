@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import matrices
+from helpers import matrix_runs
 
 from replay_patch.matrix.environments import TESTED_RELEASES
 
@@ -15,13 +15,13 @@ MEGABYTE = 1 << 20
 
 
 def test_without_a_network_what_is_cached_is_run_and_the_rest_says_why(tmp_path: Path) -> None:
-    kept = matrices.release(RELEASE)
+    kept = matrix_runs.release(RELEASE)
     shutil.copytree(kept, tmp_path / kept.name, copy_function=shutil.copyfile)
 
-    done = matrices.run(
+    done = matrix_runs.run(
         *("--megatron", f"{RELEASE},0.14.0", "--only", "layer-map"),
         cache=tmp_path,
-        **matrices.OFFLINE,
+        **matrix_runs.OFFLINE,
     )
 
     assert done.code == 1
@@ -40,15 +40,15 @@ def test_ctrl_c_while_a_release_is_downloaded(tmp_path: Path) -> None:
         def interrupt(process: object) -> None:
             connection, _ = silent.accept()
             connections.append(connection)
-            matrices.interrupt_after("")(process)
+            matrix_runs.interrupt_after("")(process)
 
         connections: list[socket.socket] = []
-        done = matrices.during(
+        done = matrix_runs.during(
             interrupt,
             *("--megatron", "0.14.0"),
             cache=tmp_path,
             leaves="pip-*",  # of a pip that was killed
-            **(matrices.OFFLINE | {"PIP_INDEX_URL": index}),
+            **(matrix_runs.OFFLINE | {"PIP_INDEX_URL": index}),
         )
         connections[0].close()
 
@@ -68,7 +68,7 @@ def test_without_room_nothing_half_made_is_kept(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MEGABYTE, before[1]))
     try:
-        done = matrices.run(*asked, cache=cache, **options)
+        done = matrix_runs.run(*asked, cache=cache, **options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -76,7 +76,7 @@ def test_without_room_nothing_half_made_is_kept(tmp_path: Path) -> None:
     assert "File too large" in done.of("0.14.0")["layer-map"]["detail"]
     assert list(cache.iterdir()) == []
 
-    again = matrices.run(*asked, cache=cache, **options)  # now it is there, and no real Megatron
+    again = matrix_runs.run(*asked, cache=cache, **options)  # now it is there, and no real Megatron
     assert "importing Megatron failed" in again.of("0.14.0")["layer-map"]["detail"]
     assert [path.name for path in cache.iterdir()] == ["megatron-core-0.14.0"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import bad_checks, fresh, matrices
+from helpers import interpreters, matrix_runs, misbehaving_checks
 
 from replay_patch.matrix import runner
 from replay_patch.matrix.checks import CHECKS
@@ -35,10 +35,12 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """Of `bad_checks`, which leave nothing behind."""
     mark, temporary = str(uuid.uuid4()), tmp_path_factory.mktemp("tmp")
 
-    done = fresh.python(bad_checks.__file__, TMPDIR=str(temporary), **{matrices.MARK: mark})
+    done = interpreters.python(
+        misbehaving_checks.__file__, TMPDIR=str(temporary), **{matrix_runs.MARK: mark}
+    )
 
     assert done.returncode == 0, done.stderr
-    assert matrices.processes(mark) == []
+    assert matrix_runs.processes(mark) == []
     assert list(temporary.iterdir()) == []
     return {cell["check"]: cell for cell in map(json.loads, done.stdout.splitlines())}
 
@@ -75,7 +77,7 @@ def test_each_check_has_one_cell_whatever_the_others_do(cells: dict[str, dict[st
         ("exits_with_0", "its process died (exit code 0):"),
         ("prints_ten_megabytes", "AssertionError: after ten megabytes"),
         ("says_what_is_no_text", "AssertionError: a file named ?"),
-        ("hangs", f"still running after {bad_checks.TIMEOUT:g} s, and killed. It was at:"),
+        ("hangs", f"still running after {misbehaving_checks.TIMEOUT:g} s, and killed. It was at:"),
     ],
 )
 def test_the_first_line_says_what_happened(
@@ -94,7 +96,7 @@ def test_a_long_message_does_not_hide_where_it_was_raised(
     lines = cells["asserts"]["detail"].splitlines()
 
     assert len(lines) < 20
-    assert lines[-1].startswith("at bad_checks.py:")
+    assert lines[-1].startswith("at misbehaving_checks.py:")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +117,9 @@ def test_a_hang_shows_the_innermost_frames_of_its_processes(
 
 
 def test_a_timeout_shorter_than_the_start_of_a_process() -> None:
-    command = (bad_checks.__file__, "--timeout", "0.001", "hangs", "ignores_signals")
+    command = (misbehaving_checks.__file__, "--timeout", "0.001", "hangs", "ignores_signals")
 
-    done = fresh.python(*command)
+    done = interpreters.python(*command)
 
     statuses = [json.loads(line)["status"] for line in done.stdout.splitlines()]
     assert statuses == ["error", "error"]
@@ -133,13 +135,13 @@ def test_ctrl_c_reports_what_is_finished_and_leaves_nothing_behind(
     """The first check is red, which is said at once; the second one hangs; the third one and the
     second environment never start."""
     hanging = {"transformer/moe/router.py": SLEEPS}
-    forks = [matrices.fork(RELEASE, tmp_path / name, hanging) for name in ("one", "two")]
+    forks = [matrix_runs.fork(RELEASE, tmp_path / name, hanging) for name in ("one", "two")]
     paths = [option for fork in forks for option in ("--megatron-path", str(fork))]
     checks = ("layer-map", "record", "replay")
 
     started = time.monotonic()
-    done = matrices.during(
-        matrices.interrupt_after("layer-map fail", number),
+    done = matrix_runs.during(
+        matrix_runs.interrupt_after("layer-map fail", number),
         *(*paths, "--only", ",".join(checks), "--jobs", "1"),
         REPLAY_PATCH_SKIP="layer_helpers",
     )
@@ -157,7 +159,7 @@ def test_ctrl_c_reports_what_is_finished_and_leaves_nothing_behind(
 def test_a_killed_environment_is_an_error_and_the_run_goes_on(tmp_path: Path) -> None:
     """By the kernel, for want of memory. Its hanging cell must not keep the run waiting."""
     hanging = {"transformer/moe/router.py": SLEEPS}
-    fork = matrices.fork(RELEASE, tmp_path / "fork", hanging)
+    fork = matrix_runs.fork(RELEASE, tmp_path / "fork", hanging)
 
     def kill_once_red(process: "subprocess.Popen[str]") -> None:
         assert any("layer-map fail" in line for line in process.stderr or ())
@@ -170,7 +172,7 @@ def test_a_killed_environment_is_an_error_and_the_run_goes_on(tmp_path: Path) ->
             os.kill(pid, signal.SIGKILL)
 
     victims: list[int] = []
-    done = matrices.during(
+    done = matrix_runs.during(
         kill_once_red,
         *("--megatron-path", str(fork), "--only", "layer-map,record", "--jobs", "1"),
         REPLAY_PATCH_SKIP="layer_helpers",

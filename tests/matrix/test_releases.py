@@ -1,13 +1,13 @@
 """Real releases, as they are."""
 
 import pytest
-from helpers import matrices
-from helpers.matrices import OF_MEGATRON, RELEASES
+from helpers import matrix_runs
+from helpers.matrix_runs import OF_MEGATRON, RELEASES
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_check_passes_or_says_why_it_does_not_apply(
-    release: str, clean: matrices.Done
+    release: str, clean: matrix_runs.Done
 ) -> None:
     assert clean.code == 0
     assert list(clean.of(release)) == OF_MEGATRON
@@ -17,7 +17,7 @@ def test_every_check_passes_or_says_why_it_does_not_apply(
     assert reasons.keys() == skipped
 
 
-def test_the_json_has_this_form(clean: matrices.Done) -> None:
+def test_the_json_has_this_form(clean: matrix_runs.Done) -> None:
     assert len(clean.cells) == len(RELEASES) * len(OF_MEGATRON)
     for cell in clean.cells:
         types = {key: type(value) for key, value in cell.items()}
@@ -32,7 +32,7 @@ def test_the_json_has_this_form(clean: matrices.Done) -> None:
     assert clean.drift == []
 
 
-def test_the_table_says_the_same(clean: matrices.Done) -> None:
+def test_the_table_says_the_same(clean: matrix_runs.Done) -> None:
     head, *rows = clean.out.split("\n\n")[0].splitlines()
 
     assert head.split() == list(RELEASES)
@@ -45,7 +45,7 @@ def test_without_transformer_engine_and_with_torchs_autoload_off_in_the_users_sh
     """Cases D8 (0.16.1 has a name that only Transformer Engine binds) and 94."""
     checks = ("activation", "router-objects", "replay")
 
-    done = matrices.run(
+    done = matrix_runs.run(
         *("--megatron", "0.16.1", "--only", ",".join(checks)), TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )
 

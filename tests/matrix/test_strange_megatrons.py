@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import matrices
+from helpers import matrix_runs
 
 from replay_patch.matrix.environments import TESTED_RELEASES
 
@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     def fork(name: str, **more: str) -> None:
         """With code at the end of some files of `megatron/core`."""
         files = {file.replace("__", "/") + ".py": code for file, code in more.items()}
-        matrices.fork(GOOD, root / name, files)
+        matrix_runs.fork(GOOD, root / name, files)
 
     dies = BAD_ROUTER.format(name="dies_here", does="import os; os.kill(os.getpid(), 11)")
     fork("same")
@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     fork("refuses", package_info="raise ImportError('libcuda.so.1: cannot open shared object')")
     (root / "half" / "megatron" / "core").mkdir(parents=True)
     (root / "half" / "megatron" / "core" / "__init__.py").write_text("")
-    matrices.fork(GOOD, root / "stale")
+    matrix_runs.fork(GOOD, root / "stale")
     (root / "stale" / "replay_patch-0.0.1.dist-info").mkdir()
     (root / "stale" / "replay_patch-0.0.1.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: replay-patch\nVersion: 0.0.1\n"
@@ -45,9 +45,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def done(folders: dict[str, Path]) -> matrices.Done:
+def done(folders: dict[str, Path]) -> matrix_runs.Done:
     paths = [option for path in folders.values() for option in ("--megatron-path", str(path))]
-    return matrices.run("--megatron", f"{GOOD},0.10.0", *paths, "--only", ",".join(CHECKS))
+    return matrix_runs.run("--megatron", f"{GOOD},0.10.0", *paths, "--only", ",".join(CHECKS))
 
 
 def name(folder: Path) -> str:
@@ -56,7 +56,7 @@ def name(folder: Path) -> str:
 
 
 def test_the_good_ones_are_reported_next_to_the_bad(
-    done: matrices.Done, folders: dict[str, Path]
+    done: matrix_runs.Done, folders: dict[str, Path]
 ) -> None:
     assert done.code == 1
     assert len(done.cells) == len(CHECKS) * (2 + len(folders))
@@ -64,18 +64,18 @@ def test_the_good_ones_are_reported_next_to_the_bad(
 
 
 def test_a_fork_of_the_same_version_is_told_apart(
-    done: matrices.Done, folders: dict[str, Path]
+    done: matrix_runs.Done, folders: dict[str, Path]
 ) -> None:
     assert done.statuses(name(folders["same"])) == dict.fromkeys(CHECKS, "pass")
 
 
-def test_an_unknown_release_is_an_error(done: matrices.Done) -> None:
+def test_an_unknown_release_is_an_error(done: matrix_runs.Done) -> None:
     assert done.statuses("0.10.0") == dict.fromkeys(CHECKS, "error")
     assert "replay-patch supports 0.12.0 and later" in done.of("0.10.0")["record"]["detail"]
 
 
 def test_a_check_that_kills_its_process_is_an_error(
-    done: matrices.Done, folders: dict[str, Path]
+    done: matrix_runs.Done, folders: dict[str, Path]
 ) -> None:
     cells = done.of(name(folders["dies"]))
 
@@ -85,17 +85,17 @@ def test_a_check_that_kills_its_process_is_an_error(
     assert cells["layer-map"]["status"] == "pass"
 
 
-def test_what_there_is_decides_and_not_the_version(done: matrices.Done) -> None:
+def test_what_there_is_decides_and_not_the_version(done: matrix_runs.Done) -> None:
     """Case 11: the oldest release, which says it is 0.19.0 and has none of what that has."""
     assert done.statuses("0.19.0") == dict.fromkeys(CHECKS, "pass")
 
 
-def test_megatron_may_print_what_it_likes(done: matrices.Done, folders: dict[str, Path]) -> None:
+def test_megatron_may_print_what_it_likes(done: matrix_runs.Done, folders: dict[str, Path]) -> None:
     assert done.statuses(name(folders["prints"])) == dict.fromkeys(CHECKS, "pass")
 
 
 def test_a_stale_dist_info_that_hides_ours_is_red(
-    done: matrices.Done, folders: dict[str, Path]
+    done: matrix_runs.Done, folders: dict[str, Path]
 ) -> None:
     """Case D4."""
     cells = done.of(name(folders["stale"]))
@@ -114,7 +114,7 @@ def test_a_stale_dist_info_that_hides_ours_is_red(
     ],
 )
 def test_a_megatron_that_cannot_be_imported_is_an_error(
-    folder: str, problem: str, done: matrices.Done, folders: dict[str, Path]
+    folder: str, problem: str, done: matrix_runs.Done, folders: dict[str, Path]
 ) -> None:
     asked = str(folders[folder])
 
@@ -125,10 +125,10 @@ def test_a_megatron_that_cannot_be_imported_is_an_error(
 
 def test_a_check_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> None:
     sleeps = BAD_ROUTER.format(name="sleeps_here", does="import time; time.sleep(600)")
-    fork = matrices.fork(GOOD, tmp_path / "fork", {"transformer/moe/router.py": sleeps})
+    fork = matrix_runs.fork(GOOD, tmp_path / "fork", {"transformer/moe/router.py": sleeps})
     options = ("--only", "layer-map,record,pp", "--timeout", "8", "--jobs", "4")
 
-    cells = matrices.run("--megatron-path", str(fork), *options).of(GOOD)
+    cells = matrix_runs.run("--megatron-path", str(fork), *options).of(GOOD)
 
     assert cells["layer-map"]["status"] == "pass"
     for check, process in (("record", "check"), ("pp", "rank0")):

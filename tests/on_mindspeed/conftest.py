@@ -1,13 +1,13 @@
-"""Tests beside MindSpeed (see helpers/mindspeeds.py).
+"""Tests beside MindSpeed (see helpers/mindspeed_processes.py).
 
 This folder is not called `mindspeed`: pytest puts its parent on the path, and whoever asks whether
 MindSpeed is installed would find it.
 """
 
 import pytest
-from helpers import mindspeeds
+from helpers import mindspeed_processes
 
-KINDS = ["stand-in", "stand-in init_subclass", *(["real"] if mindspeeds.REAL else [])]
+KINDS = ["stand-in", "stand-in init_subclass", *(["real"] if mindspeed_processes.REAL else [])]
 
 
 @pytest.fixture(params=KINDS)

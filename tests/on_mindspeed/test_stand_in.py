@@ -1,6 +1,6 @@
 """The stand-in's features take Megatron's places, and what they put there behaves as said."""
 
-from helpers.mindspeeds import ask
+from helpers.mindspeed_processes import ask
 
 ANSWERS = {
     "dualpipev": [[1, 3], [1, 2]],  # of the second chunk, whichever it is for

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from helpers.mindspeeds import ask
+from helpers.mindspeed_processes import ask
 
 ORDERS = ("hook", "before", "after")
 STAGES = ("start", "repatch", "second repatch", "remove", "apply", "repatch after all")

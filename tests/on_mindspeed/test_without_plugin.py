@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from helpers import mindspeeds
-from helpers.mindspeeds import ask
+from helpers import mindspeed_processes
+from helpers.mindspeed_processes import ask
 
 SCRIPT = "without_plugin.py"
 KEPT = {name: [True, "absent"] for name in ("TransformerConfig", "MLATransformerConfig")}
@@ -65,7 +65,7 @@ def test_branches_differ_in_subclasses_and_mla() -> None:
     assert forgetting["no attribute"]["MLATransformerConfig"] == ["TypeError", "AttributeError"]
 
 
-@pytest.mark.skipif(mindspeeds.REAL is None, reason="no MINDSPEED_PATH")
+@pytest.mark.skipif(mindspeed_processes.REAL is None, reason="no MINDSPEED_PATH")
 def test_the_stand_in_answers_as_the_real_one() -> None:
     real = ask("real", SCRIPT)
     if len(real) == 1:

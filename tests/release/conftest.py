@@ -1,7 +1,7 @@
 """Tests on one real Megatron-core release: the one that comes first on the path.
 
 `tests/run.py` starts one pytest for each release, with REPLAY_PATCH=1. The CPU bed goes in before
-Megatron is imported (helpers/bed.py); the plugin is already active, through its entry point.
+Megatron is imported (helpers/cpu_bed.py); the plugin is already active, through its entry point.
 """
 
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers.bed import megatron, pytest_report_header
+from helpers.cpu_bed import megatron, pytest_report_header
 
 import replay_patch
 from replay_patch import refusals

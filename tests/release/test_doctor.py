@@ -7,7 +7,7 @@ from typing import Any
 
 import megatron.core
 import pytest
-from helpers import fresh
+from helpers import interpreters
 
 pytestmark = pytest.mark.mechanism
 
@@ -30,7 +30,7 @@ class Report:
 
 def doctor(tmp_path: Path, before: str = "", **env: str) -> Report:
     out = tmp_path / "doctor.json"
-    done = fresh.python("-W", "ignore", "-c", before + DOCTOR, "--json", str(out), **env)
+    done = interpreters.python("-W", "ignore", "-c", before + DOCTOR, "--json", str(out), **env)
     return Report(done.returncode, done.stdout, json.loads(out.read_text()))
 
 

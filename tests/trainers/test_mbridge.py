@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import trainers
-from helpers.bridge_results import BOTH, REPLAYED, WRAPPED
+from helpers.bridge_answers import BOTH, REPLAYED, WRAPPED
 
 MBRIDGE = {"mbridge": "0.15.1"}
 RUNS = ("0.12.1", "0.14.0", "0.16.1")
@@ -18,13 +18,13 @@ LATER = "0.19.2"
 BEGIN = """
 import json, tempfile
 import torch
-from helpers import bridges
-bridges.init()
+from helpers import bridge_questions
+bridge_questions.init()
 from mbridge import AutoBridge
 
 def qwen3_moe(dtype=torch.float32, **extra):
     with tempfile.TemporaryDirectory() as folder:
-        bridges.qwen3_moe().save_pretrained(folder)
+        bridge_questions.qwen3_moe().save_pretrained(folder)
         bridge = AutoBridge.from_pretrained(folder, dtype=dtype)
     # transformers 5 has it in rope_parameters only, and mbridge does not look there.
     bridge.hf_config.rope_theta = 10000.0
@@ -39,23 +39,23 @@ def alone(bridge):
 
 def replayed(model):
     [chunk] = model if isinstance(model, list) else [model]
-    return bridges.low_level(chunk) | bridges.sessions(model)
+    return bridge_questions.low_level(chunk) | bridge_questions.sessions(model)
 
 def fields():
-    bridge = qwen3_moe(**dict.fromkeys(bridges.NAMES, True))
-    given = [getattr(bridge.config, name) for name in bridges.NAMES]
+    bridge = qwen3_moe(**dict.fromkeys(bridge_questions.NAMES, True))
+    given = [getattr(bridge.config, name) for name in bridge_questions.NAMES]
     bridge.set_extra_args(attention_dropout=0.0)  # makes the config again
-    again = [getattr(bridge.config, name) for name in bridges.NAMES]
-    default = [getattr(qwen3_moe().config, name) for name in bridges.NAMES]
+    again = [getattr(bridge.config, name) for name in bridge_questions.NAMES]
+    default = [getattr(qwen3_moe().config, name) for name in bridge_questions.NAMES]
     return {"given": given, "again": again, "default": default}
 
 def as_a_decoder_twice():
     from transformers import Qwen3VLMoeConfig
-    return bridges.error(lambda: AutoBridge.from_config(Qwen3VLMoeConfig()))
+    return bridge_questions.error(lambda: AutoBridge.from_config(Qwen3VLMoeConfig()))
 
 def rope_theta():
-    bridge = AutoBridge.from_config(bridges.qwen3_moe(), dtype=torch.float32)
-    return bridges.error(lambda: alone(bridge))
+    bridge = AutoBridge.from_config(bridge_questions.qwen3_moe(), dtype=torch.float32)
+    return bridge_questions.error(lambda: alone(bridge))
 
 def late():
     bridge = qwen3_moe()
@@ -83,7 +83,7 @@ answer(
 WITH_LATER = """
 answer(
     fields=fields,
-    get_model=lambda: bridges.error(lambda: models(qwen3_moe(**on))),
+    get_model=lambda: bridge_questions.error(lambda: models(qwen3_moe(**on))),
     argument=lambda: replayed(alone(qwen3_moe(**on))),
     native_name=lambda: replayed(alone(qwen3_moe(moe_enable_routing_replay=True))),
     attribute=lambda: replayed(alone(late())),
@@ -92,9 +92,10 @@ answer(
 
 WITHOUT = """
 def ignored():
-    return [getattr(r, "router_replay", None) is None for r in bridges.routers(alone(late()))]
+    routers = bridge_questions.routers(alone(late()))
+    return [getattr(r, "router_replay", None) is None for r in routers]
 
-answer(argument=lambda: bridges.error(lambda: qwen3_moe(**on)), attribute=ignored)
+answer(argument=lambda: bridge_questions.error(lambda: qwen3_moe(**on)), attribute=ignored)
 """
 
 

@@ -1,7 +1,7 @@
 """Megatron-Bridge 0.3.1 as it is released, on each Megatron it can be imported with.
 
 Transformer Engine is the stand-in of tests/standins/te. One process per release answers everything;
-the questions are in helpers/bridges.py, bridged_configs.py and bridged_models.py.
+the questions are in helpers/bridge_questions.py, bridge_configs.py and bridge_models.py.
 """
 
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import trainers
-from helpers.bridge_results import BOTH, REPLAYED, WRAPPED
+from helpers.bridge_answers import BOTH, REPLAYED, WRAPPED
 
 BRIDGE = {"megatron-bridge": "0.3.1"}
 RUNS = ("0.16.0", "0.16.1")
@@ -45,15 +45,15 @@ UNFINISHED = {
 
 BEGIN = """
 import json
-from helpers import bridges
-bridges.init()
-from helpers import bridged_configs as configs, bridged_models as models
+from helpers import bridge_questions
+bridge_questions.init()
+from helpers import bridge_configs as configs, bridge_models as models
 
 def answer(**calls):
     print(json.dumps({name: call() for name, call in calls.items()}))
 
 def all_on():
-    return configs.saved(configs.provider(**dict.fromkeys(bridges.NAMES, True)))
+    return configs.saved(configs.provider(**dict.fromkeys(bridge_questions.NAMES, True)))
 """
 
 WITH = """
@@ -75,7 +75,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 def set_late():
     [model] = models.qwen3_moe("enable_routing_replay")
-    return [getattr(router, "router_replay", None) is None for router in bridges.routers(model)]
+    routers = bridge_questions.routers(model)
+    return [getattr(router, "router_replay", None) is None for router in routers]
 
 def activated_late():
     RouterReplay.clear_global_router_replay_instances()
@@ -85,8 +86,8 @@ def activated_late():
 
 legacy = {"enable_routing_replay": True}
 answer(
-    constructor=lambda: bridges.error(lambda: configs.provider(**legacy)),
-    override=lambda: bridges.error(lambda: configs.overridden(configs.provider(), legacy)),
+    constructor=lambda: bridge_questions.error(lambda: configs.provider(**legacy)),
+    override=lambda: bridge_questions.error(lambda: configs.overridden(configs.provider(), legacy)),
     routers_without_replay=set_late,
     twice=models.decoder_built_twice,
     lora_on_the_router=models.lora_on_the_router,
@@ -97,11 +98,11 @@ answer(
 OUTSIDE = """
 def alone():
     model = models.provided_alone("enable_routing_replay")
-    return bridges.low_level(model) | bridges.sessions(model)
+    return bridge_questions.low_level(model) | bridge_questions.sessions(model)
 
 answer(
-    distributed=lambda: bridges.error(lambda: models.qwen3_moe("enable_routing_replay")),
-    training=lambda: bridges.error(all_on),
+    distributed=lambda: bridge_questions.error(lambda: models.qwen3_moe("enable_routing_replay")),
+    training=lambda: bridge_questions.error(all_on),
     lacking=configs.lacking,
     alone=alone,
 )
@@ -109,8 +110,8 @@ answer(
 
 IMPORT = """
 import json
-from helpers import bridges
-print(json.dumps(bridges.error(lambda: __import__("megatron.bridge"))))
+from helpers import bridge_questions
+print(json.dumps(bridge_questions.error(lambda: __import__("megatron.bridge"))))
 """
 
 ALL_REPLAYED = {

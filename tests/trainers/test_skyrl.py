@@ -1,8 +1,8 @@
 """SkyRL 0.3.0's routing replay on real Megatron models: whose experts does each token get?
 
-All of SkyRL is the real release, with its `__init__`s; `helpers.skyrl` says what it is given. What
-is compared with is plain Python (`helpers.skyrl.experts`, `unpacked_rows`, `packed_rows`) and the
-router's own weights for tokens without a route.
+All of SkyRL is the real release, with its `__init__`s; `helpers.skyrl_trainer` says what it is
+given. What is compared with is plain Python (`helpers.skyrl_trainer.experts`, `unpacked_rows`,
+`packed_rows`) and the router's own weights for tokens without a route.
 """
 
 import functools
@@ -138,10 +138,10 @@ def test_every_rank_and_chunk_replays_its_own_rows_and_layers(megatron: str) -> 
 def test_releases_on_which_skyrl_itself_cannot_run(megatron: str) -> None:
     code = (
         "import json\n"
-        "from helpers import skyrl\n"
-        "skyrl.prepare()\n"
+        "from helpers import skyrl_trainer\n"
+        "skyrl_trainer.prepare()\n"
         "try:\n"
-        "    skyrl.module('backends.skyrl_train.distributed.megatron.megatron_utils')\n"
+        "    skyrl_trainer.module('backends.skyrl_train.distributed.megatron.megatron_utils')\n"
         "except ImportError as error:\n"
         "    print(json.dumps(str(error)))\n"
     )

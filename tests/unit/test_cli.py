@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.fresh import python
+from helpers.interpreters import python
 
 from replay_patch import cli
 from replay_patch.patching.registry import patches

@@ -78,7 +78,7 @@ def test_no_module_names_a_kind_of_device() -> None:
 
 
 def test_our_collectives_are_those_whose_dtypes_are_tested() -> None:
-    """In tests/distributed/test_collectives.py."""
+    """In tests/distributed/sessions/test_collectives.py."""
     found = {(p.name, name) for p in SOURCES for name in collectives(ast.parse(p.read_text()))}
 
     assert found == {("gather.py", "all_gather"), ("padding_rows.py", "all_reduce")}

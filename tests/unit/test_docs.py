@@ -11,7 +11,7 @@ from typing import Any
 import generated_docs
 import matrix_results
 import pytest
-from helpers.matrices import OF_MEGATRON
+from helpers.matrix_runs import OF_MEGATRON
 
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.checks import CHECKS
