@@ -18,6 +18,7 @@ $(BIN)/.installed: pyproject.toml
 demo: setup
 	$(BIN)/replay-patch demo
 
+# A newcomer's tests, in minutes; RELEASES=all is everything, as CI runs it.
 test: setup
 	$(BIN)/python tests/run.py $(if $(RELEASES),--releases $(RELEASES))
 

@@ -1,25 +1,30 @@
-"""Run all tests: those without Megatron, and the others on each Megatron-core release.
+"""Run the tests: those without Megatron, and the others on each Megatron-core release.
 
-    python tests/run.py [--releases 0.12.1,0.19.2 | all] [--jobs 2] [-- pytest arguments]
+    python tests/run.py                               # a newcomer's: minutes, three releases
+    python tests/run.py --releases all                # that and everything else, as CI
+    python tests/run.py --releases 0.12.1,0.19.2      # a newcomer's tests on these releases
     python tests/run.py --mindspeed DIR[=MEGATRON]    # only the tests beside MindSpeed, also on it
 
-They run on the checkout (an editable install); the unit tests on the wheel built from it, and
-`release` on one release also on that. Releases are downloaded once into the cache of
-`replay_patch.matrix.environments`.
-The last line is the sum over all runs.
+What follows `--` is for every pytest. The tests run on the checkout (an editable install); the unit
+tests on the wheel built from it. Releases are downloaded once into the cache of
+`replay_patch.matrix.environments`. The last line is the sum over all runs.
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from helpers import virtual_environments
 
@@ -28,19 +33,11 @@ from replay_patch.matrix.planning import Environment, plan
 
 TESTS = Path(__file__).parent.absolute()
 ROOT = TESTS.parent
-DEFAULT_RELEASES = (  # the oldest, and the newest patch of each minor release
-    "0.12.0",
-    "0.12.3",
-    "0.13.1",
-    "0.14.0",
-    "0.15.3",
-    "0.16.1",
-    "0.17.1",
-    "0.18.2",
-    "0.19.2",
-)
+OLDEST = TESTED_RELEASES[0]
+FEW_RELEASES = (OLDEST, "0.16.1", NEWEST)
 ONE_PROCESS_ONLY = ("0.12.3",)  # 0.12.0 is the same for process groups
 WITH_MINDSPEED = ("0.12.3", "0.18.2")  # the oldest and the newest minor that a MindSpeed is for
+HEARTBEAT_SECONDS = 30.0
 COUNTS = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
 
 
@@ -52,6 +49,7 @@ class Run:
     release: str | None = None
     wheel: Path | None = None  # the Python that has the wheel, in place of this one
     beside: Environment | None = None  # a MindSpeed checkout, with the Megatron to use
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         release = f" on megatron-core {self.release}" if self.release else ""
@@ -59,36 +57,88 @@ class Run:
         return self.folder + release + (" (wheel)" if self.wheel else "")
 
 
+@dataclass(frozen=True)
+class Result:
+    """What became of one run."""
+
+    exit_code: int
+    output: str
+    seconds: float
+
+    @property
+    def counts(self) -> dict[str, int]:
+        last = (self.output.strip().splitlines() or [""])[-1]
+        counts = {word: int(n) for n, word in COUNTS.findall(last)}
+        if self.exit_code:  # an error in a fixture, or a pytest that died, is a failure too
+            counts["failed"] = counts.get("failed", 0) + counts.pop("error", 0) or 1
+        return counts
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--releases", default=",".join(DEFAULT_RELEASES))
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("pytest", nargs="*", help="arguments for every pytest")
+    parser.add_argument("--releases", help="'all' for everything, or versions with commas")
+    parser.add_argument("--jobs", type=int, default=2, help="pytests at once")
     parser.add_argument("--mindspeed", metavar="DIR[=MEGATRON]", help="see `make test-mindspeed`")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="the counts as JSON; without FILE to stdout, and all else to stderr",
+    )
+    parser.add_argument("pytest", nargs="*", help="arguments for every pytest")
     args = parser.parse_args()
-    if args.mindspeed:
-        [beside] = plan(mindspeed_paths=[args.mindspeed])
-        if beside.problem:
-            parser.error(beside.problem)
-        run = Run("on_mindspeed", beside=beside)
-        return report([run], [run_pytest(run, args.pytest)])
-    releases = TESTED_RELEASES if args.releases == "all" else args.releases.split(",")
-
-    for release in {*releases, NEWEST}:  # one after the other: downloads show their own errors
-        environment(release)
+    out = sys.stderr if args.json == "-" else sys.stdout
     with tempfile.TemporaryDirectory() as folder:
-        wheel = install_wheel(Path(folder))
-        runs = [Run("unit", wheel=wheel), Run("install"), Run("trainers"), Run("matrix")]
-        runs += [Run("release", NEWEST, wheel)]
-        # Two folders, two processes: `release` makes process groups, and so cannot fork ranks.
-        for release in sorted(releases, key=lambda r: r not in (TESTED_RELEASES[0], NEWEST)):
-            # These two first: they take longest (test_orders).
-            folders = ["release"] if release in ONE_PROCESS_ONLY else ["release", "distributed"]
-            runs += [Run(folder, release) for folder in folders]
-        runs += [Run("on_mindspeed", release) for release in releases if release in WITH_MINDSPEED]
-        with ThreadPoolExecutor(args.jobs) as pool:
-            results = list(pool.map(lambda run: run_pytest(run, args.pytest), runs))
-    return report(runs, results)
+        if args.mindspeed:
+            [beside] = plan(mindspeed_paths=[args.mindspeed])
+            if beside.problem:
+                parser.error(beside.problem)
+            runs = [Run("on_mindspeed", beside=beside)]
+        elif args.releases == "all":
+            runs = everything(download(TESTED_RELEASES), install_wheel(Path(folder)))
+        else:
+            releases = args.releases.split(",") if args.releases else FEW_RELEASES
+            runs = newcomers(download(releases), install_wheel(Path(folder)))
+        progress = Progress(runs, Path(folder), out)
+        with ThreadPoolExecutor(args.jobs) as pool, progress:
+            results = list(pool.map(lambda run: run_pytest(run, args.pytest, progress), runs))
+    if args.json:
+        text = json.dumps(as_json(runs, results), indent=1) + "\n"
+        sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text)
+    return report(runs, results, out)
+
+
+# --- what is run --------------------------------------------------------------------------------
+
+
+def newcomers(releases: Sequence[str], wheel: Path) -> list[Run]:
+    """Every contract, in minutes: few cases of each test, and no trainers to download."""
+    few = ("--few",)
+    runs = [Run("release", release, options=few) for release in releases]
+    runs += [Run("unit", wheel=wheel, options=few), Run("install", options=few)]
+    runs += [Run("matrix", options=few)]
+    # Sessions on ranks take longest, and ask little of the releases between.
+    ends = dict.fromkeys((releases[0], releases[-1]))
+    return runs + [Run("distributed", release, options=few) for release in ends]
+
+
+def everything(releases: Sequence[str], wheel: Path) -> list[Run]:
+    """All tests, the longest runs first."""
+    runs = [Run("matrix"), Run("release", OLDEST), Run("trainers"), Run("release", NEWEST)]
+    runs += [Run("unit", wheel=wheel), Run("install")]
+    installed = ("-m", "not mechanism", "-k", "test_exactness or test_replay or test_config")
+    runs += [Run("release", NEWEST, wheel, options=installed)]  # what an installation could lack
+    # Two folders, two processes: `release` makes process groups, and so cannot fork ranks.
+    runs += [Run("distributed", r) for r in releases if r not in ONE_PROCESS_ONLY]
+    runs += [Run("release", r) for r in releases if r not in (OLDEST, NEWEST)]
+    return runs + [Run("on_mindspeed", release) for release in WITH_MINDSPEED]
+
+
+def download(releases: Sequence[str]) -> Sequence[str]:
+    for release in dict.fromkeys((*releases, NEWEST)):  # one by one: each shows its own error
+        environment(release)
+    return releases
 
 
 def install_wheel(folder: Path) -> Path:
@@ -100,9 +150,73 @@ def install_wheel(folder: Path) -> Path:
     return python
 
 
-def run_pytest(run: Run, extra: Sequence[str]) -> tuple[int, str]:
-    """(exit code, stdout) of one run. It is started outside the checkout's root, which would
-    otherwise come first on the path and hide the wheel."""
+# --- running ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """Says when a run starts and ends, and every half minute how far the others are."""
+
+    runs: Sequence[Run]
+    folder: Path
+    out: Any
+    _started: dict[int, float] = field(default_factory=dict)
+    _finished: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _printed: float = field(default_factory=time.monotonic)
+
+    def __enter__(self) -> "Progress":
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+
+    def file(self, run: Run) -> Path:
+        """Where the pytest of a run writes "finished/all" tests (see conftest.py)."""
+        return self.folder / f"progress-{self.runs.index(run)}"
+
+    def start(self, run: Run) -> None:
+        with self._lock:
+            self._started[self.runs.index(run)] = time.monotonic()
+            self._print(f"started: {run}")
+
+    def finish(self, run: Run, result: Result) -> None:
+        counts = ", ".join(f"{n} {word}" for word, n in result.counts.items()) or "no tests"
+        with self._lock:
+            del self._started[self.runs.index(run)]
+            self._finished += 1
+            number = f"[{self._finished}/{len(self.runs)}]"
+            self._print(f"{number} {run}: {counts}, {result.seconds:.0f} s{self._running()}")
+            if result.exit_code:
+                self._print(result.output)
+
+    def _running(self) -> str:
+        running = [self._percent(self.runs[index]) for index in self._started]
+        return f"; still running: {', '.join(running)}" if running else ""
+
+    def _percent(self, run: Run) -> str:
+        try:
+            finished, count = map(int, self.file(run).read_text().split("/"))
+        except (OSError, ValueError):  # it collects, or writes just now
+            return f"{run} (starting)"
+        return f"{run} {100 * finished // max(count, 1)} %"
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(1.0):
+            with self._lock:
+                if self._started and time.monotonic() - self._printed >= HEARTBEAT_SECONDS:
+                    self._print(f"[{self._finished}/{len(self.runs)}]{self._running()[1:]}")
+
+    def _print(self, text: str) -> None:
+        self._printed = time.monotonic()
+        print(text, file=self.out, flush=True)
+
+
+def run_pytest(run: Run, extra: Sequence[str], progress: Progress) -> Result:
+    """It is started outside the checkout's root, which would otherwise come first on the path and
+    hide the wheel."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("REPLAY_PATCH")}
     path = [str(environment(run.release))] if run.release else []
     if run.beside:
@@ -113,42 +227,59 @@ def run_pytest(run: Run, extra: Sequence[str]) -> tuple[int, str]:
     path += filter(None, [env.get("PYTHONPATH")])
     env["PYTHONPATH"] = os.pathsep.join(path)
     env["TESTED_INSTALLATION"] = str(run.wheel.parents[1] if run.wheel else ROOT)
+    env["TEST_PROGRESS"] = str(progress.file(run))
     if run.release:
         env["REPLAY_PATCH"] = "1"
-    options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    command = [str(run.wheel or sys.executable), "-m", "pytest", *options, f"--rootdir={ROOT}"]
-    if run.wheel and run.release:  # what an installation could lack
-        command += ["-m", "not mechanism", "-k", "test_exactness or test_replay or test_config"]
+    command = [str(run.wheel or sys.executable), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}", *run.options, *extra]
+    progress.start(run)
     started = time.monotonic()
     done = subprocess.run(
-        [*command, str(TESTS / run.folder), *extra],
-        env=env,
-        cwd=TESTS,
-        text=True,
-        capture_output=True,
+        [*command, str(TESTS / run.folder)], env=env, cwd=TESTS, text=True, capture_output=True
     )
-    output = done.stdout.strip() or "no output"
-    shown = output + done.stderr if done.returncode else output.splitlines()[-1]
-    # One write, so that two runs do not mix their lines.
-    print(f"{run}, {time.monotonic() - started:.0f} s: {shown}", flush=True)
-    return done.returncode, done.stdout
+    # Errors come first: the last line of pytest's own output has the counts.
+    output = f"{done.stderr if done.returncode else ''}{done.stdout}".strip() or "no output"
+    result = Result(done.returncode, output, time.monotonic() - started)
+    progress.finish(run, result)
+    return result
 
 
-def report(runs: Sequence[Run], results: Sequence[tuple[int, str]]) -> int:
+# --- the end ------------------------------------------------------------------------------------
+
+
+def total(results: Sequence[Result]) -> Counter[str]:
+    counts: Counter[str] = Counter(passed=0, failed=0)
+    for result in results:
+        counts.update(result.counts)
+    return counts
+
+
+def as_json(runs: Sequence[Run], results: Sequence[Result]) -> dict[str, Any]:
+    rows = [
+        {
+            "run": str(run),
+            "folder": run.folder,
+            "megatron": run.release,
+            "wheel": run.wheel is not None,
+            "exit_code": result.exit_code,
+            "seconds": round(result.seconds, 1),
+            **result.counts,
+        }
+        for run, result in zip(runs, results, strict=True)
+    ]
+    return {"schema": 1, "runs": rows, **total(results)}
+
+
+def report(runs: Sequence[Run], results: Sequence[Result], out: Any) -> int:
     """Print one line per run and the sum; returns the exit code."""
-    total: dict[str, int] = {}
-    print()
-    for run, (code, output) in zip(runs, results, strict=True):
-        last = (output.strip().splitlines() or [""])[-1]
-        counts = {word: int(n) for n, word in COUNTS.findall(last)}
-        if code:  # an error in a fixture, or a pytest that died, is a failure too
-            counts["failed"] = counts.get("failed", 0) + counts.pop("error", 0) or 1
-        for word, n in counts.items():
-            total[word] = total.get(word, 0) + n
-        print(f"{run!s:40} {', '.join(f'{n} {word}' for word, n in counts.items())}")
-    skipped = f", {total['skipped']} skipped" if total.get("skipped") else ""
-    print(f"{total.get('passed', 0)} passed, {total.get('failed', 0)} failed{skipped}")
-    return 1 if any(code for code, _ in results) else 0
+    print(file=out)
+    for run, result in zip(runs, results, strict=True):
+        counts = ", ".join(f"{n} {word}" for word, n in result.counts.items())
+        print(f"{run!s:40} {result.seconds:5.0f} s  {counts}", file=out)
+    counts = total(results)
+    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+    print(f"{counts['passed']} passed, {counts['failed']} failed{skipped}", file=out)
+    return 1 if any(result.exit_code for result in results) else 0
 
 
 if __name__ == "__main__":

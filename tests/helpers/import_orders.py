@@ -1,6 +1,6 @@
 """Every order of what can happen around activation, each in a process of its own.
 
-    python orders.py        # prints {"orders": n, "failures": [...]} as JSON
+    python -m helpers.import_orders        # prints {"orders": n, "failures": [...]} as JSON
 
 The orders are generated from `NEEDS`. They form a tree, and a process forks for each thing that can
 happen next, but for the last, which it does itself: so every order is one line of processes that

@@ -10,6 +10,8 @@ from helpers import matrix_runs
 
 from replay_patch.matrix.environments import TESTED_RELEASES
 
+pytestmark = pytest.mark.exhaustive
+
 RELEASE = TESTED_RELEASES[0]
 MEGABYTE = 1 << 20
 

@@ -18,6 +18,8 @@ from replay_patch.matrix.checks import CHECKS
 from replay_patch.matrix.environments import TESTED_RELEASES
 from replay_patch.matrix.planning import Environment
 
+pytestmark = pytest.mark.exhaustive
+
 RELEASE = TESTED_RELEASES[0]
 SLEEPS = """
 def sleeps_here(*args, **kwargs):
@@ -32,11 +34,11 @@ TopKRouter.forward = sleeps_here
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of `bad_checks`, which leave nothing behind."""
+    """Of `misbehaving_checks`, which leave nothing behind."""
     mark, temporary = str(uuid.uuid4()), tmp_path_factory.mktemp("tmp")
 
     done = interpreters.python(
-        misbehaving_checks.__file__, TMPDIR=str(temporary), **{matrix_runs.MARK: mark}
+        *("-m", misbehaving_checks.__name__), TMPDIR=str(temporary), **{matrix_runs.MARK: mark}
     )
 
     assert done.returncode == 0, done.stderr
@@ -117,7 +119,7 @@ def test_a_hang_shows_the_innermost_frames_of_its_processes(
 
 
 def test_a_timeout_shorter_than_the_start_of_a_process() -> None:
-    command = (misbehaving_checks.__file__, "--timeout", "0.001", "hangs", "ignores_signals")
+    command = ("-m", misbehaving_checks.__name__, "--timeout", "0.001", "hangs", "ignores_signals")
 
     done = interpreters.python(*command)
 

@@ -5,6 +5,7 @@ from helpers import matrix_runs
 from helpers.matrix_runs import OF_MEGATRON, RELEASES
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_check_passes_or_says_why_it_does_not_apply(
     release: str, clean: matrix_runs.Done
@@ -17,6 +18,7 @@ def test_every_check_passes_or_says_why_it_does_not_apply(
     assert reasons.keys() == skipped
 
 
+@pytest.mark.exhaustive
 def test_the_json_has_this_form(clean: matrix_runs.Done) -> None:
     assert len(clean.cells) == len(RELEASES) * len(OF_MEGATRON)
     for cell in clean.cells:
@@ -32,6 +34,7 @@ def test_the_json_has_this_form(clean: matrix_runs.Done) -> None:
     assert clean.drift == []
 
 
+@pytest.mark.exhaustive
 def test_the_table_says_the_same(clean: matrix_runs.Done) -> None:
     head, *rows = clean.out.split("\n\n")[0].splitlines()
 

@@ -25,6 +25,8 @@ from replay_patch.matrix import tiny
 from replay_patch.matrix.attention import cp_positions
 from replay_patch.matrix.ranks import launch
 
+pytestmark = pytest.mark.exhaustive  # about our own test bed
+
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = FULL | {"recompute_method": "block", "recompute_num_layers": LAYERS // 2}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}

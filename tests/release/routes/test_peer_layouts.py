@@ -14,6 +14,8 @@ from torch import Tensor
 
 from replay_patch import TokenLayout
 
+pytestmark = pytest.mark.exhaustive  # it downloads verl and SkyRL
+
 DOCS = doc_examples.run("layouts.md")
 LENGTHS = [[5], [1, 7, 3], [16, 33, 2, 40], [150, 9]]
 CUTS = [
