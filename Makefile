@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RELEASES ?=
 
-.PHONY: setup demo test test-mindspeed matrix lint docs bench clean
+.PHONY: setup demo test test-mindspeed matrix fingerprints lint docs bench clean
 
 setup: $(BIN)/.installed
 
@@ -33,6 +33,10 @@ matrix: setup
 	mkdir -p build
 	$(BIN)/replay-patch matrix --megatron all --json build/matrix.json
 	$(BIN)/python tools/generated_docs.py --matrix build/matrix.json
+
+# What the drift report compares with: all that patches change or rely on, in every tested release.
+fingerprints: setup
+	$(BIN)/python -m replay_patch.drift.comparison --write
 
 lint: setup
 	$(BIN)/ruff check .

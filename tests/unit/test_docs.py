@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,50 @@ def test_supported_versions_come_from_a_full_green_run_only() -> None:
     del matrix["cells"][3]
     with pytest.raises(ReplayPatchError, match="no full run: 1 cells are missing"):
         matrix_results.supported(matrix)
+
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    files = re.findall(r"`((?:docs|patches|replay_patch|tests|tools|benchmarks)/[\w./-]*)`", text)
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    modules = re.findall(r"\breplay_patch(?:\.[a-z]\w*)+", text)
+
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert [name for name in links if not (page.parent / name).exists()] == []
+    assert [name for name in modules if not resolves(name)] == []
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or what a module has."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:depth]))
+        except ImportError:
+            continue
+        for part in parts[depth:]:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+        return True
+    return False
+
+
+def test_the_sections_that_pages_link_to_are_there() -> None:
+    for page in PAGES:
+        for target, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+            linked = (page.parent / target).read_text() if target else page.read_text()
+            headings = re.findall(r"^#+ (.*)$", linked, re.MULTILINE)
+            slugs = {
+                re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }
+            assert section in slugs, f"{page.name}: {target}#{section}"
+
+
+def test_the_readme_is_for_the_first_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130

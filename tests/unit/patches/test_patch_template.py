@@ -12,7 +12,7 @@ from replay_patch.patching.ledger import Ledger
 from replay_patch.patching.patch import ACTIVE, FAILED, NOT_NEEDED, Patch
 from replay_patch.settings import Settings
 
-TEMPLATE = Path(__file__).parents[2] / "docs" / "examples" / "patch_template.py"
+TEMPLATE = Path(__file__).parents[3] / "docs" / "examples" / "patch_template.py"
 
 
 @pytest.fixture
