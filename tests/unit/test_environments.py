@@ -258,7 +258,6 @@ def test_the_cache_folder_follows_argument_variable_and_platform(monkeypatch, tm
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("REPLAY_PATCH_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("LOCALAPPDATA", raising=False)
 
     platform("darwin")
     assert cache_dir() == tmp_path / "Library" / "Caches" / "replay-patch"
@@ -266,8 +265,9 @@ def test_the_cache_folder_follows_argument_variable_and_platform(monkeypatch, tm
     assert cache_dir() == tmp_path / ".cache" / "replay-patch"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "xdg" / "replay-patch"
-    platform("win32")
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    platform("win32")  # whose own functions say where the folders lie
+    folders = {"CSIDL_LOCAL_APPDATA": str(tmp_path / "local")}
+    monkeypatch.setattr("platformdirs.windows.get_win_folder", folders.__getitem__)
     assert cache_dir() == tmp_path / "local" / "replay-patch"
 
     monkeypatch.setenv("REPLAY_PATCH_CACHE", "~/mine")
