@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _import(mindspeed: bool) -> dict[str, Any]:
     """Import as a job with the plugin on does; returns the versions and where they are from."""
-    from replay_patch.matrix import cpu, npu
+    from replay_patch.matrix import ascend_bed, cpu
 
     cpu.install()
     import replay_patch
@@ -79,7 +79,7 @@ def _import(mindspeed: bool) -> dict[str, Any]:
     version = None
     if mindspeed:
         # Before Megatron, whose modules bind what it replaces.
-        version = str(getattr(npu.adapt(), "__version__", "unknown"))
+        version = str(getattr(ascend_bed.adapt(), "__version__", "unknown"))
     import megatron.core
     from megatron.core.package_info import __version__
 

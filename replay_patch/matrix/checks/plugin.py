@@ -54,7 +54,9 @@ def off_is_off() -> None:
 
     here = "from replay_patch.matrix.checks import plugin as p; import json; "
     if "mindspeed" in sys.modules:
-        here += "from replay_patch.matrix import cpu, npu; cpu.install(); npu.adapt(); "
+        here += (
+            "from replay_patch.matrix import ascend_bed, cpu; cpu.install(); ascend_bed.adapt(); "
+        )
     off = _fresh(f"{here}d = p.digest(); print(json.dumps([d, p.ours()]))")
     assert off[1] == [], f"ours in Megatron though off: {off[1]}"
     assert off[0] == digest(), "a model computes something else with the plugin on and unused"

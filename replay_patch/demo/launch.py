@@ -1,7 +1,7 @@
 """`replay-patch demo`: what routing replay changes, on a real Megatron-core, in a minute on a CPU.
 
-`run_demo` fetches the release and runs `replay_patch.demo.job` on it in a process of its own, so
-that neither torch nor Megatron of the calling process is touched.
+`run_demo` fetches the release and runs `replay_patch.demo.experiment` on it in a process of its
+own, so that neither torch nor Megatron of the calling process is touched.
 """
 
 import os
@@ -155,7 +155,7 @@ def _series(values: list[float]) -> str:
 def _run_job(megatron: Path, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
     arguments = ("--seed", str(seed), "--megatron", str(megatron))
     result: dict[str, Any] | None = None
-    with child("replay_patch.demo.job", *arguments, env=environ([megatron])) as job:
+    with child("replay_patch.demo.experiment", *arguments, env=environ([megatron])) as job:
         while (message := job.next_message()) is not None:
             if "progress" in message:
                 progress(message["progress"])

@@ -266,18 +266,18 @@ def npu_refusals() -> None:
 
 
 def _repatch(**arguments: Any) -> None:
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
-    if not npu.repatch(**arguments):
+    if not ascend_bed.repatch(**arguments):
         raise Skip("this MindSpeed has no repatch: its features are chosen on a command line")
 
 
 def _repatch_alone(**arguments: Any) -> None:
     """With MindSpeed's features for these arguments, but not with every config having them."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
     _repatch(**arguments)
-    vars(npu.mindspeed_args()).update(dict.fromkeys(arguments))
+    vars(ascend_bed.mindspeed_args()).update(dict.fromkeys(arguments))
 
 
 def _in_place(after: str) -> None:

@@ -1,4 +1,4 @@
-"""The demo itself, in a process of its own: `python -m replay_patch.demo.job --seed 0`.
+"""The demo itself, in a process of its own: `python -m replay_patch.demo.experiment --seed 0`.
 
 A tiny mixture-of-experts GPT of a real Megatron-core, with random weights. Its bf16 copy plays the
 rollout engine and writes responses, and what each of its routers chose is recorded. The fp32
@@ -37,7 +37,7 @@ from replay_patch.processes import parents_stdout
 
 def main(argv: list[str] | None = None) -> None:
     """Run the demo and print its result."""
-    parser = argparse.ArgumentParser(prog="python -m replay_patch.demo.job")
+    parser = argparse.ArgumentParser(prog="python -m replay_patch.demo.experiment")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--megatron", type=Path, help="the folder megatron must come from")
     args = parser.parse_args(argv)
@@ -65,7 +65,7 @@ def run(
         progress: called with a line before each part.
 
     Returns:
-        Plain JSON types; see `replay_patch.demo.run.run_demo`.
+        Plain JSON types; see `replay_patch.demo.launch.run_demo`.
 
     Raises:
         ReplayPatchError: a captured decision was not replayed exactly.
