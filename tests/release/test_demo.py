@@ -24,7 +24,7 @@ MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 JOB = """
 import json
 from replay_patch.demo.experiment import run
-from replay_patch.demo.rollout import Sizes
+from replay_patch.demo.model import Sizes
 from replay_patch.errors import ReplayPatchError
 
 sizes = Sizes(
