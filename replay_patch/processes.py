@@ -1,6 +1,6 @@
 """Python processes of ours: on a Megatron of the user's choice, whose import may do anything.
 
-    with child("replay_patch.demo.job", "--seed", "0", env=environ([folder])) as job:
+    with child("replay_patch.demo.experiment", "--seed", "0", env=environ([folder])) as job:
         while (message := job.next_message()) is not None:
             ...
 

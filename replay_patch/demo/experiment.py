@@ -1,4 +1,4 @@
-"""The demo itself, in a process of its own: `python -m replay_patch.demo.job --seed 0`.
+"""The demo itself, in a process of its own: `python -m replay_patch.demo.experiment --seed 0`.
 
 A tiny mixture-of-experts GPT of a real Megatron-core, with random weights. Its bf16 copy plays the
 rollout engine and writes responses, and what each of its routers chose is recorded. The fp32
@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import replay_patch
-from replay_patch.demo.rollout import (
+from replay_patch.demo.model import (
     SIZES,
-    Rollout,
     Sizes,
     as_map,
     build,
     positions,
-    replays,
-    roll_out,
+    replay_objects,
     stacked,
-    watch,
+    watch_routing_maps,
 )
+from replay_patch.demo.rollout import Rollout, roll_out
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix import cpu, tiny
 from replay_patch.processes import parents_stdout
@@ -37,7 +36,7 @@ from replay_patch.processes import parents_stdout
 
 def main(argv: list[str] | None = None) -> None:
     """Run the demo and print its result."""
-    parser = argparse.ArgumentParser(prog="python -m replay_patch.demo.job")
+    parser = argparse.ArgumentParser(prog="python -m replay_patch.demo.experiment")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--megatron", type=Path, help="the folder megatron must come from")
     args = parser.parse_args(argv)
@@ -65,7 +64,7 @@ def run(
         progress: called with a line before each part.
 
     Returns:
-        Plain JSON types; see `replay_patch.demo.run.run_demo`.
+        Plain JSON types; see `replay_patch.demo.launch.run_demo`.
 
     Raises:
         ReplayPatchError: a captured decision was not replayed exactly.
@@ -120,7 +119,7 @@ def train(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    maps = watch(model)
+    maps = watch_routing_maps(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=sizes.learning_rate)
     sampled = rollout.tokens[:, sizes.prompt :, None]
     old = rollout.log_probs.gather(-1, sampled)[..., 0]
@@ -129,7 +128,7 @@ def train(
     def forward_step(parts: Iterator[Any], model: Any) -> tuple[Any, Any]:
         part = next(parts)
         tokens = rollout.tokens[part]
-        for layer, entry in enumerate(replays(model)):
+        for layer, entry in enumerate(replay_objects(model)):
             entry.clear_indices()
             entry.clear_router_replay_action()
             if replay:
@@ -177,7 +176,7 @@ def train(
                 "differ from the rollout's; expected none"
             )
         first = first or measured
-    for entry in replays(model):
+    for entry in replay_objects(model):
         entry.clear_indices()
         entry.clear_router_replay_action()
     return first, losses
