@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         SettingsError,
         WireError,
     )
-    from replay_patch.megatron.routers import local_layers
+    from replay_patch.megatron.local_layers import local_layers
     from replay_patch.patching.activation import Status, activate, deactivate, status
     from replay_patch.routes import RouteBatch, Routes, TokenLayout
     from replay_patch.sessions.schedule import recording, replaying
@@ -37,7 +37,7 @@ _HOME = {
     "RouteError": "errors",
     "SettingsError": "errors",
     "WireError": "errors",
-    "local_layers": "megatron.routers",
+    "local_layers": "megatron.local_layers",
     "RouteBatch": "routes",
     "Routes": "routes",
     "TokenLayout": "routes",

@@ -38,7 +38,7 @@ def _apply(transaction: Transaction) -> None:
 
 def _layers(tf_config: Any, vp_rank: int | None) -> tuple[int, ...]:
     """The MoE layers of this stage; verl's `vp_rank` may be None, and 0 without virtual stages."""
-    from replay_patch.megatron.routers import local_layers
+    from replay_patch.megatron.local_layers import local_layers
 
     virtual = getattr(tf_config, "virtual_pipeline_model_parallel_size", None)
     return local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
@@ -91,7 +91,7 @@ def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_its_order(module: Any) -> Callable[..., None]:
     """For 0.7.0, which takes layer i + (layers before this stage) of the data for router i."""
-    from replay_patch.megatron.routers import moe_layers
+    from replay_patch.megatron.layer_placement import moe_layers
 
     original = module.set_router_replay_data
 
