@@ -23,28 +23,28 @@ def find(target: str) -> Any:
     of Ray's it is the class that Ray runs, not Ray's object around that.
     """
     module, _, path = target.partition(":")
-    found: Any = sys.modules.get(module)
-    for name in path.split(".") if found is not None else ():
-        found = _attribute(found, name)
-        if found is ABSENT:
+    value: Any = sys.modules.get(module)
+    for name in path.split(".") if value is not None else ():
+        value = _attribute(value, name)
+        if value is ABSENT:
             return None
-        metadata = getattr(found, "__ray_metadata__", None)
-        found = getattr(metadata, "modified_class", found)
-    return found
+        metadata = getattr(value, "__ray_metadata__", None)
+        value = getattr(metadata, "modified_class", value)
+    return value
 
 
 def unwrapped(target: Any) -> Any:
     """The function at a target without the wrappers (`__wrapped__`) around it."""
-    found = find(target) if isinstance(target, str) else target
-    *_, innermost = chain(getattr(found, "__func__", found))
+    value = find(target) if isinstance(target, str) else target
+    *_, innermost = chain(getattr(value, "__func__", value))
     return innermost
 
 
 def parameters(target: Any) -> frozenset[str]:
     """Names in the signature of the callable at a target; empty if there is none."""
-    found = find(target) if isinstance(target, str) else target
+    value = find(target) if isinstance(target, str) else target
     try:
-        return frozenset(inspect.signature(found).parameters)
+        return frozenset(inspect.signature(value).parameters)
     except (TypeError, ValueError):
         return frozenset()
 
