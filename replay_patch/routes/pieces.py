@@ -1,20 +1,44 @@
-"""Pieces of one trajectory, put together and cut. T tokens, L layers, K top-k."""
+"""The pieces of one trajectory: put together, and cut. T tokens, L layers, K top-k.
+
+A trajectory comes in pieces: turns of a tool loop, generations that were aborted and resumed. A
+piece has a row of expert ids for each of some consecutive tokens, and a flag that says whether the
+row was captured. What holds of all pieces is `fill_holes`: the first captured row of a token
+counts, as its pass produced the next token, and a hole is filled by a later piece.
+
+How a piece says which tokens it is about differs by who has it:
+
+* `Routes` have `start`, the number of tokens before the piece: the caller knows that both pieces
+  are of the same tokens. `append` merges two of them.
+* The calls of an agent loop have their token ids: the loop may cut or retokenise what it keeps.
+  `trajectory.Trajectory` compares them with the tokens that were kept.
+"""
+
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.expert_ids import MISMATCH, Parts, policy
+from replay_patch.routes.arguments import check_word
+from replay_patch.routes.checked_routes import MISMATCH, CheckedRoutes
 
 
 def append(
-    earlier: Parts, later: Parts, on_mismatch: str, on_gap: str, name: str | None = None
-) -> Parts:
-    """See `Routes.append`."""
-    policy("on_mismatch", on_mismatch, "raise", "count")
-    policy("on_gap", on_gap, "raise", "hole")
+    earlier: CheckedRoutes,
+    later: CheckedRoutes,
+    on_mismatch: str,
+    on_gap: str,
+    name: str | None = None,
+) -> CheckedRoutes:
+    """Both pieces as one; `earlier` itself if the later one has no row.
+
+    Args, Raises: as in `Routes.append`.
+    """
+    check_word("on_mismatch", on_mismatch, "raise", "count")
+    check_word("on_gap", on_gap, "raise", "hole")
     where = f"{name}: " if name else ""
-    empty = _empty_layers(earlier, later, where)
+    empty = _common_empty_layers(earlier, later, where)
     if not len(later.expert_ids):
         return earlier
     (first, first_end), (second, second_end) = _span(earlier), _span(later)
@@ -34,27 +58,25 @@ def append(
     ids = torch.zeros(end - begin, *earlier.expert_ids.shape[1:], dtype=earlier.expert_ids.dtype)
     captured = torch.zeros(end - begin, dtype=torch.bool)
     notes = torch.zeros(end - begin, dtype=torch.uint8)
-    for piece, at in ((later, second - begin), (earlier, first - begin)):
-        place = slice(at, at + len(piece.expert_ids))
-        ids[place], captured[place] = piece.expert_ids, piece.captured
-        notes[place] = 0 if piece.notes is None else piece.notes
-    both = slice(max(first, second), min(first_end, second_end))
-    if both.start < both.stop:
-        mine, new = _rows(earlier, both), _rows(later, both)
-        differing = _differing(mine, new)
+    for piece in (earlier, later):
+        offset = piece.start - begin
+        rows = slice(offset, offset + len(piece.expert_ids))
+        filled = fill_holes(
+            ids[rows].numpy(),
+            captured[rows].numpy(),
+            piece.expert_ids.numpy(),
+            piece.captured.numpy(),
+        )
+        unexplained = ~captured[rows] & (notes[rows] == 0)  # holes
+        causes = torch.zeros_like(notes[rows]) if piece.notes is None else piece.notes
+        notes[rows] = torch.where(torch.from_numpy(filled) | unexplained, causes, notes[rows])
+    both = range(max(first, second), min(first_end, second_end))
+    if both:
+        differing = _differing(earlier, later, both)
         if differing.any() and on_mismatch == "raise":
-            _refuse(mine, new, differing, both.start, where)
-        place = slice(both.start - begin, both.stop - begin)
-        filled = new.captured & ~mine.captured
-        if filled.any():
-            ids[place] = torch.where(filled[:, None, None], new.expert_ids, mine.expert_ids)
-            captured[place] |= filled
-        if new.notes is not None or filled.any():
-            silent = ~mine.captured & (notes[place] == 0)
-            other = torch.zeros_like(notes[place]) if new.notes is None else new.notes
-            notes[place] = torch.where(filled | silent, other, notes[place])
-        notes[place].masked_fill_(differing, MISMATCH)
-    return Parts(
+            _refuse_mismatch(earlier, later, both, differing, where)
+        notes[both.start - begin : both.stop - begin].masked_fill_(differing, MISMATCH)
+    return CheckedRoutes(
         ids,
         captured,
         earlier.num_experts,
@@ -65,8 +87,38 @@ def append(
     )
 
 
-def cut(routes: Parts, rows: slice) -> Parts:
-    """Consecutive rows, as a copy that keeps nothing else alive."""
+def fill_holes(
+    rows: NDArray[Any],
+    captured: NDArray[Any],
+    later_rows: NDArray[Any],
+    later_captured: NDArray[Any],
+) -> NDArray[Any]:
+    """Take over the rows of a later piece where no earlier one has a captured row.
+
+    Args:
+        rows: [T, L, K], of the pieces before; written to.
+        captured: bool [T], which rows they have; written to.
+        later_rows: [T, L, K], of the same tokens. Ids are converted to the dtype of `rows`.
+        later_captured: bool [T]; other rows of the piece are not read.
+
+    Returns:
+        bool [T], the rows that were taken over.
+    """
+    filled: NDArray[Any] = later_captured & ~captured
+    if filled.all():  # one copy
+        rows[:] = later_rows
+    else:
+        rows[filled] = later_rows[filled]
+    captured |= filled
+    return filled
+
+
+def cut(routes: CheckedRoutes, rows: slice) -> CheckedRoutes:
+    """Consecutive rows, as a copy that keeps nothing else alive.
+
+    Raises:
+        RouteError: no slice, or one with a step.
+    """
     if not isinstance(rows, slice) or rows.step not in (None, 1):
         raise RouteError(f"routes[{rows!r}]: expected a slice of consecutive rows, routes[a:b]")
     first, end, _ = rows.indices(len(routes.expert_ids))
@@ -75,7 +127,7 @@ def cut(routes: Parts, rows: slice) -> Parts:
         notes = None
     else:
         notes = routes.notes[kept].clone()
-    return Parts(
+    return CheckedRoutes(
         routes.expert_ids[kept].clone(),
         routes.captured[kept].clone(),
         routes.num_experts,
@@ -86,44 +138,23 @@ def cut(routes: Parts, rows: slice) -> Parts:
     )
 
 
-def _span(piece: Parts) -> tuple[int, int]:
+def _span(piece: CheckedRoutes) -> tuple[int, int]:
     return piece.start, piece.start + len(piece.expert_ids)
 
 
-def _rows(piece: Parts, tokens: slice) -> Parts:
-    """These tokens of a piece, as views."""
-    rows = slice(tokens.start - piece.start, tokens.stop - piece.start)
-    return Parts(
-        piece.expert_ids[rows],
-        piece.captured[rows],
-        piece.num_experts,
-        tokens.start,
-        piece.layers,
-        piece.empty_layers,
-        None if piece.notes is None else piece.notes[rows],
-    )
-
-
-def _differing(one: Parts, other: Parts) -> Tensor:
-    """bool [T]: captured in both, with other experts in some layer; columns may be in any order."""
-    differing = (one.expert_ids != other.expert_ids).any(2).any(1) & one.captured & other.captured
-    if differing.any():
-        pair = (piece.expert_ids[differing].sort(2).values for piece in (one, other))
-        differing[differing.clone()] = torch.ne(*pair).any(2).any(1)
-    return differing
-
-
-def _empty_layers(earlier: Parts, later: Parts, where: str) -> tuple[int, ...]:
+def _common_empty_layers(
+    earlier: CheckedRoutes, later: CheckedRoutes, where: str
+) -> tuple[int, ...]:
     """The empty layers of both, which are pieces of one trajectory."""
-    if not isinstance(later, Parts):
+    if not isinstance(later, CheckedRoutes):
         raise RouteError(f"{where}the later piece is a {type(later).__name__}: expected Routes")
-    found, expected = (
+    later_axes, expected = (
         (p.num_experts, p.expert_ids.shape[2], p.expert_ids.shape[1], p.layers)
         for p in (later, earlier)
     )
-    if found != expected:
+    if later_axes != expected:
         raise RouteError(
-            f"{where}the later piece has (num_experts, topk, num_layers, layers) = {found}: "
+            f"{where}the later piece has (num_experts, topk, num_layers, layers) = {later_axes}: "
             f"expected {expected}, as the earlier one has"
         )
     if earlier.empty_layers == later.empty_layers or not later.captured.any():
@@ -136,15 +167,34 @@ def _empty_layers(earlier: Parts, later: Parts, where: str) -> tuple[int, ...]:
     )
 
 
-def _refuse(one: Parts, other: Parts, differing: Tensor, first: int, where: str) -> None:
-    token = int(differing.nonzero()[0])
-    mine, new = one.expert_ids[token].sort(1).values, other.expert_ids[token].sort(1).values
-    place = int((mine != new).any(1).nonzero()[0])
-    layer = f"layer {one.layers[place]}" if isinstance(one.layers, tuple) else f"place {place}"
+def _differing(earlier: CheckedRoutes, later: CheckedRoutes, tokens: range) -> Tensor:
+    """bool [tokens]: captured in both, with other experts in some layer; columns may be in any
+    order."""
+    pieces = [
+        (piece, slice(tokens.start - piece.start, tokens.stop - piece.start))
+        for piece in (earlier, later)
+    ]
+    earlier_ids, later_ids = (piece.expert_ids[rows] for piece, rows in pieces)
+    earlier_captured, later_captured = (piece.captured[rows] for piece, rows in pieces)
+    differing = (earlier_ids != later_ids).any(2).any(1) & earlier_captured & later_captured
+    if differing.any():
+        sorted_ids = (ids[differing].sort(2).values for ids in (earlier_ids, later_ids))
+        differing[differing.clone()] = torch.ne(*sorted_ids).any(2).any(1)
+    return differing
+
+
+def _refuse_mismatch(
+    earlier: CheckedRoutes, later: CheckedRoutes, tokens: range, differing: Tensor, where: str
+) -> None:
+    token = tokens[int(differing.nonzero()[0])]
+    earlier_ids, later_ids = (p.expert_ids[token - p.start] for p in (earlier, later))
+    unlike = (earlier_ids.sort(1).values != later_ids.sort(1).values).any(1)
+    place = int(unlike.nonzero()[0])
+    axis = earlier.layers
+    layer = f"layer {axis[place]}" if isinstance(axis, tuple) else f"place {place}"
     raise RouteError(
-        f"{where}token {first + token}, {layer} of the layer axis: the later piece has "
-        f"{other.expert_ids[token, place].tolist()}, expected "
-        f"{one.expert_ids[token, place].tolist()} as the earlier one has. "
-        f"{int(differing.sum()) - 1} more tokens differ. Prefill and decode, or new weights, may "
-        "choose differently: on_mismatch='count' keeps the earlier rows"
+        f"{where}token {token}, {layer} of the layer axis: the later piece has "
+        f"{later_ids[place].tolist()}, expected {earlier_ids[place].tolist()} as the earlier one "
+        f"has. {int(differing.sum()) - 1} more tokens differ. Prefill and decode, or new weights, "
+        "may choose differently: on_mismatch='count' keeps the earlier rows"
     )

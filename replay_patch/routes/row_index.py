@@ -1,4 +1,4 @@
-"""`Index`: rows to take from a tensor or an array, wherever it is, with a fill where there is none.
+"""`RowIndex`: rows to take from a tensor or an array, and a fill where there is none.
 
 N values, any shape [...] of each; P places to fill.
 """
@@ -14,7 +14,7 @@ from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
 
 
-class Index:
+class RowIndex:
     """Which of N values goes to each place: int64 of any shape, on the host; -1 takes the fill.
 
     It is copied once to each device that values come from, and never read back, so that taking
@@ -88,9 +88,9 @@ def inverse(rows: Tensor, count: int) -> Tensor:
     """int64 [count]: where each of 0 ... count - 1 is in the flattened rows; -1: it is not."""
     flat = rows.flatten()
     real = (flat >= 0).nonzero().flatten()
-    found = torch.full((count,), -1, dtype=torch.int64)
-    found[flat[real]] = real
-    return found
+    places = torch.full((count,), -1, dtype=torch.int64)
+    places[flat[real]] = real
+    return places
 
 
 def check_fill(fill: Any, dtype: Any) -> None:

@@ -252,7 +252,7 @@ def test_errors_are_short_whatever_was_given(given_: Any) -> None:
 )
 def test_huge_shapes_cost_nothing(tokens: int, layers: int, topk: int) -> None:
     message = messages.Message(tokens, layers, topk, 300, 0, "moe", (), b"", None, None, 0)
-    data = messages.head(message) + messages.CRC.pack(messages.checksum(message))
+    data = messages.packed_header(message) + messages.CRC.pack(messages.checksum(message))
 
     decodes_or_refuses(Routes.from_bytes, data, len(data))
     wire = MESSAGE | {"shape": [tokens, layers, topk], "layers": "moe", "expert_ids": ""}
