@@ -71,12 +71,12 @@ def _forward(
     SkyRL's own schedules do not come here (skyrl_replay_schedule): it is for code that drives
     models by itself.
     """
+    from replay_patch.device_copies import to_device
     from replay_patch.megatron import parallel_ranks
     from replay_patch.megatron.routers import local_layers, moe_layers
     from replay_patch.replay import target_ids
     from replay_patch.replay.router_replay import MODULE, instances
     from replay_patch.routes import RouteBatch
-    from replay_patch.routes.index import to_device
     from replay_patch.sessions.microbatch import router_rows
 
     action = importlib.import_module(MODULE).RouterReplayAction.REPLAY_FORWARD

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
-from replay_patch.routes.index import to_device
 
 
 def check_rank(layout: Any, config: Any) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
 from replay_patch.megatron.parallel_ranks import tp_rank
 from replay_patch.refusals import refuse
-from replay_patch.routes.index import to_device
 
 at_work: dict[int, "Padding"] = {}
 """Thread -> the padding of the router whose forward runs there."""

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.aligned import AlignedRoutes, aligned, common_layers
-from replay_patch.routes.checking import integer
-from replay_patch.routes.fields import chosen_indices
-from replay_patch.routes.layout import TokenLayout
+from replay_patch.routes.arguments import integer
+from replay_patch.routes.batch_fields import chosen_indices
+from replay_patch.routes.router_rows import AlignedRoutes, all_places, routes_in_rows
 from replay_patch.routes.routes import Routes
+from replay_patch.routes.token_layout import TokenLayout
 
 
 class RouteBatch(Sequence[Routes]):
@@ -26,17 +26,17 @@ class RouteBatch(Sequence[Routes]):
 
     def __init__(self, routes: Iterable[Routes]) -> None:
         self._routes = tuple(routes)
-        for place, entry in enumerate(self._routes):
+        for number, entry in enumerate(self._routes):
             if not isinstance(entry, Routes):
                 raise RouteError(
-                    f"trajectory {place} is a {type(entry).__name__}: expected Routes. A rollout "
+                    f"trajectory {number} is a {type(entry).__name__}: expected Routes. A rollout "
                     "without routes is a mistake, unless replay is off for all of it"
                 )
             first = self._routes[0]
-            found, expected = ((r.num_experts, r.topk) for r in (entry, first))
-            if found != expected:
+            sizes, expected = ((r.num_experts, r.topk) for r in (entry, first))
+            if sizes != expected:
                 raise RouteError(
-                    f"trajectory {place} has (num_experts, topk) = {found}: expected {expected}, "
+                    f"trajectory {number} has (num_experts, topk) = {sizes}: expected {expected}, "
                     "as trajectory 0 has; a batch is of one model"
                 )
 
@@ -75,20 +75,22 @@ class RouteBatch(Sequence[Routes]):
                 f"ids has shape {list(dense.shape)}: expected [batch, sequence, layers, topk]"
             )
         tokens = _lengths("lengths", lengths, dense, [dense.shape[1]] * len(dense))
-        known = tokens
+        captured_tokens = tokens
         if captured_lengths is not None:
-            known = _lengths("captured_lengths", captured_lengths, dense, tokens)
+            captured_tokens = _lengths("captured_lengths", captured_lengths, dense, tokens)
         if padding_side not in ("left", "right"):
             raise RouteError(f"padding_side={padding_side!r}: expected 'left' or 'right'")
         axis = layers if isinstance(layers, str) else tuple(layers)
-        made = []
-        for place, length in enumerate(tokens):
+        trajectories = []
+        for number, length in enumerate(tokens):
             begin = 0 if padding_side == "right" else dense.shape[1] - length
-            rows = dense[place, begin : begin + length]
-            captured = None if captured_lengths is None else np.arange(length) < known[place]
+            rows = dense[number, begin : begin + length]
+            captured = None
+            if captured_lengths is not None:
+                captured = np.arange(length) < captured_tokens[number]
             make = functools.partial(Routes, captured=captured, layers=axis, on_invalid=on_invalid)
-            made.append(_named(place, make, rows, num_experts))
-        return cls(made)
+            trajectories.append(_named(number, make, rows, num_experts))
+        return cls(trajectories)
 
     def select(self, indices: Any) -> "RouteBatch":
         """The chosen trajectories in the chosen order, as often as they are chosen.
@@ -136,11 +138,11 @@ class RouteBatch(Sequence[Routes]):
         Raises:
             RouteError: as there, naming the trajectory.
         """
-        asked = tuple(layer_numbers)
+        wanted = tuple(layer_numbers)
         model = None if moe_layers is None else tuple(moe_layers)
         return RouteBatch(
-            _named(place, routes.for_layers, asked, model, num_layers)
-            for place, routes in enumerate(self._routes)
+            _named(number, routes.for_layers, wanted, model, num_layers)
+            for number, routes in enumerate(self._routes)
         )
 
     def to_rows(
@@ -175,15 +177,15 @@ class RouteBatch(Sequence[Routes]):
         if not self._routes:
             raise RouteError("no trajectories: nothing says which experts there are")
         if layer_numbers is None:
-            places = common_layers(self._routes)
+            places = all_places(self._routes)
         else:
-            asked = tuple(layer_numbers)
+            wanted = tuple(layer_numbers)
             model = None if moe_layers is None else tuple(moe_layers)
             places = [
-                _named(place, routes.layer_places, asked, model, num_layers)
-                for place, routes in enumerate(self._routes)
+                _named(number, routes.layer_places, wanted, model, num_layers)
+                for number, routes in enumerate(self._routes)
             ]
-        return aligned(
+        return routes_in_rows(
             self._routes,
             places,
             layout.lengths,
@@ -206,19 +208,19 @@ class RouteBatch(Sequence[Routes]):
     def __getitem__(self, index: slice) -> "RouteBatch": ...
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._routes[index]
-        return RouteBatch(found) if isinstance(index, slice) else found
+        chosen = self._routes[index]
+        return RouteBatch(chosen) if isinstance(index, slice) else chosen
 
     def __repr__(self) -> str:
         return f"<RouteBatch of {len(self)}>"
 
 
-def _named(place: int, function: Any, *args: Any) -> Any:
-    """What the function returns; its errors say which trajectory."""
+def _named(number: int, function: Any, *args: Any) -> Any:
+    """What a function returns for a trajectory; its errors say which one that is."""
     try:
         return function(*args)
     except RouteError as error:
-        raise RouteError(f"trajectory {place}: {error}") from None
+        raise RouteError(f"trajectory {number}: {error}") from None
 
 
 def _array(ids: Any) -> Any:
@@ -228,21 +230,21 @@ def _array(ids: Any) -> Any:
         raise RouteError(f"ids is no array [batch, sequence, layers, topk]: {error}") from None
 
 
-def _lengths(what: str, given: Any, dense: Any, most: Sequence[int]) -> list[int]:
+def _lengths(what: str, lengths: Any, dense: Any, most: Sequence[int]) -> list[int]:
     """One host integer for each sequence, at most `most`."""
-    if isinstance(given, Tensor):
-        if given.device.type != "cpu":
-            raise RouteError(f"{what} is on {given.device}: expected host integers")
-        given = given.tolist()
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise RouteError(f"{what}={given!r}: expected one integer for each sequence")
-    found = [integer(f"{what}[{i}]", length, 0) for i, length in enumerate(given)]
-    if len(found) != len(dense):
+    if isinstance(lengths, Tensor):
+        if lengths.device.type != "cpu":
+            raise RouteError(f"{what} is on {lengths.device}: expected host integers")
+        lengths = lengths.tolist()
+    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+        raise RouteError(f"{what}={lengths!r}: expected one integer for each sequence")
+    counts = [integer(f"{what}[{i}]", length, 0) for i, length in enumerate(lengths)]
+    if len(counts) != len(dense):
         raise RouteError(
-            f"{what} are {len(found)}, and ids has shape {list(dense.shape)}: expected one for "
+            f"{what} are {len(counts)}, and ids has shape {list(dense.shape)}: expected one for "
             f"each of {len(dense)} sequences"
         )
-    for place, (length, limit) in enumerate(zip(found, most, strict=True)):
+    for number, (length, limit) in enumerate(zip(counts, most, strict=True)):
         if length > limit:
-            raise RouteError(f"{what}[{place}] is {length}: expected at most {limit} tokens")
-    return found
+            raise RouteError(f"{what}[{number}] is {length}: expected at most {limit} tokens")
+    return counts

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError, RouteError
-from replay_patch.routes.checking import ids_dtype
-from replay_patch.routes.index import widest
-from replay_patch.routes.layout import TokenLayout
+from replay_patch.routes.expert_ids import ids_dtype
 from replay_patch.routes.routes import Routes
+from replay_patch.routes.row_index import widest
+from replay_patch.routes.token_layout import TokenLayout
 
 
 class RouterMasks(NamedTuple):
@@ -54,23 +54,25 @@ def captured_tokens(routes: Sequence[Routes], lengths: Sequence[int]) -> Tensor:
         RouteError: routes that do not fit the sequences.
     """
     check_lengths(routes, lengths)
-    known = torch.zeros(sum(lengths), dtype=torch.bool)
+    captured = torch.zeros(sum(lengths), dtype=torch.bool)
     first = 0
-    for one, length in zip(routes, lengths, strict=True):
-        known[first + one.start : first + one.start + one.num_tokens] = one.captured
+    for trajectory, length in zip(routes, lengths, strict=True):
+        begin = first + trajectory.start
+        captured[begin : begin + trajectory.num_tokens] = trajectory.captured
         first += length
-    return known
+    return captured
 
 
 def check_lengths(routes: Sequence[Routes], lengths: Sequence[int]) -> None:
     """Raise RouteError unless there is one trajectory for each sequence, as long as it."""
     if len(routes) != len(lengths):
         raise RouteError(f"routes of {len(routes)} sequences: the layout has {len(lengths)}")
-    for place, (one, length) in enumerate(zip(routes, lengths, strict=True)):
-        if one.start + one.num_tokens not in (length, length - 1):
-            what = f"{one.num_tokens} rows" + (f" from token {one.start} on" if one.start else "")
+    for number, (trajectory, length) in enumerate(zip(routes, lengths, strict=True)):
+        start, rows = trajectory.start, trajectory.num_tokens
+        if start + rows not in (length, length - 1):
+            what = f"{rows} rows" + (f" from token {start} on" if start else "")
             raise RouteError(
-                f"trajectory {place} has routes of {what}: expected to end after {length} tokens, "
+                f"trajectory {number} has routes of {what}: expected to end after {length} tokens, "
                 f"or after {length - 1}, as the last token of a rollout has no route"
             )
 
@@ -100,10 +102,10 @@ def padding_ids(
     Raises:
         RouteError: more choices for a row than experts, or experts that ranks cannot share.
     """
-    out = torch.empty(num_layers, num_rows, topk, dtype=ids_dtype(num_experts))
+    ids = torch.empty(num_layers, num_rows, topk, dtype=ids_dtype(num_experts))
     rows = torch.arange(num_rows)
-    fill_padding(out, rows, num_experts, ep_size, first)
-    return out
+    fill_padding(ids, rows, num_experts, ep_size, first)
+    return ids
 
 
 def fill_padding(

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import checking, merging
-from replay_patch.routes.axis import axis_numbers
-from replay_patch.routes.checking import CAUSES, Parts
-from replay_patch.routes.engines import reading
-from replay_patch.routes.engines.responses import Form
-from replay_patch.routes.wire import forms
+from replay_patch.routes import arguments, pieces
+from replay_patch.routes.checked_routes import CAUSES, CheckedRoutes
+from replay_patch.routes.expert_ids import checked_routes
+from replay_patch.routes.layer_axis import axis_places
+from replay_patch.routes.responses.response_fields import PayloadOptions
+from replay_patch.routes.responses.response_routes import response_routes
+from replay_patch.routes.wire import bytes_form, dict_form
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class Routes(Parts):
+class Routes(CheckedRoutes):
     """The experts that one trajectory's tokens went through; its fields are never changed.
 
     A token is *captured* if its row is known in every layer, else it is a hole: a real token that
@@ -37,7 +38,7 @@ class Routes(Parts):
         empty_layers: with "all", places on the layer axis that hold nothing but zeros or -1, as
             engines fill dense layers in. They are stored as zeros, and cannot be selected.
         notes: uint8 [T], or None if there is nothing to say: for each token why a row that was
-            given is not here, as a place in `checking.CAUSES`. `rejected` counts it.
+            given is not here, as a place in `checked_routes.CAUSES`. `rejected` counts it.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Routes(Parts):
         Raises:
             RouteError: no integers, a wrong shape, an unclear layer axis, or an invalid row.
         """
-        made = checking.parts(expert_ids, num_experts, captured, start, layers, on_invalid)
-        vars(self).update(vars(made))
+        checked = checked_routes(expert_ids, num_experts, captured, start, layers, on_invalid)
+        vars(self).update(vars(checked))
 
     @property
     def num_tokens(self) -> int:
@@ -114,12 +115,12 @@ class Routes(Parts):
             RouteError: a layer that is not on the axis, is not known there for sure, or was never
                 captured.
         """
-        asked = checking.layer_numbers("layer_numbers", layer_numbers)
-        places = self.layer_places(asked, moe_layers, num_layers)
+        wanted = arguments.layer_numbers("layer_numbers", layer_numbers)
+        places = self.layer_places(wanted, moe_layers, num_layers)
         if places == list(range(self.num_layers)) and not self.empty_layers:
-            return self if self.layers == asked else self._with(layers=asked)
+            return self if self.layers == wanted else self._with(layers=wanted)
         selected = self.expert_ids.index_select(1, torch.tensor(places, dtype=torch.int64))
-        return self._with(expert_ids=selected, layers=asked, empty_layers=())
+        return self._with(expert_ids=selected, layers=wanted, empty_layers=())
 
     def layer_places(
         self,
@@ -127,31 +128,20 @@ class Routes(Parts):
         moe_layers: Iterable[int] | None = None,
         num_layers: int | None = None,
     ) -> list[int]:
-        """Where these layers are on the layer axis.
+        """Where these layers are on the layer axis: places from 0, in the order asked for.
 
-        Args, Raises: as `for_layers`.
+        Args, Raises: as in `for_layers`.
         """
-        asked = checking.layer_numbers("layer_numbers", layer_numbers)
-        model = None if moe_layers is None else checking.layer_numbers("moe_layers", moe_layers)
-        strange = sorted(set(asked) - set(model)) if model is not None else []
-        if model is not None and strange:
-            raise RouteError(f"layers {strange} are no MoE layers: this model has {list(model)}")
-        axis = axis_numbers(self.layers, self.num_layers, asked, model, num_layers)
-        places = {number: place for place, number in enumerate(axis)}
-        lacking = [number for number in asked if number not in places]
-        if lacking:
-            raise RouteError(
-                f"no routes for layers {lacking}: layers={self.layers!r} means {list(axis)}; "
-                "capture those layers, too, or say which ones the axis holds"
-            )
-        index = [places[number] for number in asked]
-        empty = [axis[i] for i in index if i in self.empty_layers]
+        wanted = arguments.layer_numbers("layer_numbers", layer_numbers)
+        model = None if moe_layers is None else arguments.layer_numbers("moe_layers", moe_layers)
+        places = axis_places(self.layers, self.num_layers, wanted, model, num_layers)
+        empty = [n for n, place in zip(wanted, places, strict=True) if place in self.empty_layers]
         if empty and bool(self.captured.any()):
             raise RouteError(
                 f"layers {empty} hold zeros or -1 only: expected routes, as these are MoE layers; "
                 "they were not captured, or the axis means something else"
             )
-        return index
+        return places
 
     def append(
         self,
@@ -177,7 +167,7 @@ class Routes(Parts):
         Raises:
             RouteError: pieces of different models or layers, a mismatch, a gap.
         """
-        return self._of(merging.append(self, later, on_mismatch, on_gap, name))
+        return self._of(pieces.append(self, later, on_mismatch, on_gap, name))
 
     def truncate(self, num_tokens: int) -> "Routes":
         """The routes of the trajectory's first `num_tokens` tokens, those before `start` counted.
@@ -187,7 +177,7 @@ class Routes(Parts):
         Raises:
             RouteError: no host integer from 0 on.
         """
-        end = checking.integer("num_tokens", num_tokens, 0)
+        end = arguments.integer("num_tokens", num_tokens, 0)
         if end >= self.start + self.num_tokens:
             return self
         kept = self[: max(0, end - self.start)]
@@ -195,15 +185,15 @@ class Routes(Parts):
 
     def __getitem__(self, rows: slice) -> "Routes":
         """Some consecutive rows, as a copy; `start` moves along."""
-        return self._of(merging.cut(self, rows))
+        return self._of(pieces.cut(self, rows))
 
     def to_wire(self) -> dict[str, Any]:
-        """A dict that every JSON library takes; see `wire`.
+        """A dict that every JSON library takes; `wire.dict_form` lists its keys.
 
         Raises:
             WireError: more tokens or layers than a message may have.
         """
-        return forms.to_dict(self)
+        return dict_form.to_dict(self)
 
     @classmethod
     def from_wire(cls, message: Any) -> "Routes":
@@ -212,15 +202,15 @@ class Routes(Parts):
         Raises:
             WireError: anything else.
         """
-        return cls._of(forms.from_dict(message))
+        return cls._of(dict_form.from_dict(message))
 
     def to_bytes(self) -> bytes:
-        """A fixed header and the compact arrays; see `wire`.
+        """A fixed header and the compact arrays, in the order that `wire.bytes_form` says.
 
         Raises:
-            WireError: as `to_wire`.
+            WireError: more tokens or layers than a message may have.
         """
-        return forms.to_bytes(self)
+        return bytes_form.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, message: Any) -> "Routes":
@@ -229,7 +219,7 @@ class Routes(Parts):
         Raises:
             WireError: anything else.
         """
-        return cls._of(forms.from_bytes(message))
+        return cls._of(bytes_form.from_bytes(message))
 
     @classmethod
     def from_engine(
@@ -278,17 +268,18 @@ class Routes(Parts):
         Raises:
             RouteError: it cannot be understood without guessing, or is invalid.
         """
-        form = Form(topk, num_layers, layers, start, missing, dtype, choice, max_run)
-        made = reading.read(payload, engine, num_experts, num_tokens, on_invalid, form, name)
-        return cls._of(made)
+        options = PayloadOptions(topk, num_layers, layers, start, missing, dtype, choice, max_run)
+        return cls._of(
+            response_routes(payload, engine, num_experts, num_tokens, on_invalid, options, name)
+        )
 
     @classmethod
-    def _of(cls, made: Parts) -> "Routes":
-        """The routes of checked parts."""
-        if isinstance(made, Routes):
-            return made
+    def _of(cls, checked: CheckedRoutes) -> "Routes":
+        """Without a second check; `checked` itself if it is a `Routes`."""
+        if isinstance(checked, Routes):
+            return checked
         new = cls.__new__(cls)
-        vars(new).update(vars(made))
+        vars(new).update(vars(checked))
         return new
 
     def _with(self, **fields: Any) -> "Routes":

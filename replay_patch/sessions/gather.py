@@ -15,7 +15,7 @@ from torch import Tensor
 
 from replay_patch.errors import RouteError
 from replay_patch.routes import Routes
-from replay_patch.routes.checking import ids_dtype
+from replay_patch.routes.expert_ids import ids_dtype
 
 
 @dataclass(frozen=True)

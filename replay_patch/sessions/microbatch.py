@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError, RouteError
 from replay_patch.routes import RouteBatch, Routes, TokenLayout
-from replay_patch.routes.checking import ids_dtype
-from replay_patch.routes.index import to_device
+from replay_patch.routes.expert_ids import ids_dtype
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_patch import RouteBatch, RouteError, Routes
@@ -65,6 +65,7 @@ def test_every_field_is_selected_alike_and_keeps_its_type() -> None:
     assert len(given["tokens"]) == 5
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4)))
 def test_any_selection(indices: list[int]) -> None:
     chosen = select_fields({k: v for k, v in batch().items() if k != "nested"}, indices)

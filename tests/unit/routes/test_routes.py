@@ -71,6 +71,13 @@ def test_every_form_of_integers(form: Any) -> None:  # 84
     assert routes.expert_ids.is_contiguous()
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_rows_backwards(count: int) -> None:  # numpy calls them contiguous
+    routes = Routes(np.array([ONE] * count, np.int32).reshape(count, 2, 2)[::-1], E)
+
+    assert routes.expert_ids.tolist() == [ONE] * count
+
+
 def test_it_owns_what_it_has_checked() -> None:
     ids = torch.tensor([ONE], dtype=torch.uint8)
     captured = torch.tensor([True])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_patch import Routes, WireError
-from replay_patch.routes import b64
+from replay_patch.routes.wire import base64_text
 
 
 def routes(
@@ -157,7 +157,7 @@ def test_both_base64_libraries_agree(monkeypatch: Any) -> None:
     before = CASES["int16"]
     messages = []
     for module in (base64, library):
-        monkeypatch.setattr(b64, "_base64", module)
+        monkeypatch.setattr(base64_text, "_base64", module)
         messages.append(before.to_wire())
         assert_same(before, Routes.from_wire(messages[-1]))
         for text in ("é" * len(messages[-1]["expert_ids"]), "!" * len(messages[-1]["expert_ids"])):

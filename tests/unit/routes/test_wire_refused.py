@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from replay_patch import Routes, WireError
 from replay_patch.routes.wire import message as messages
-from replay_patch.routes.wire.forms import from_dict
+from replay_patch.routes.wire.dict_form import from_dict
 
 ROUTES = Routes(
     torch.rand(6, 3, 300, generator=torch.Generator().manual_seed(0)).argsort(2)[..., :2],
@@ -252,7 +252,7 @@ def test_errors_are_short_whatever_was_given(given_: Any) -> None:
 )
 def test_huge_shapes_cost_nothing(tokens: int, layers: int, topk: int) -> None:
     message = messages.Message(tokens, layers, topk, 300, 0, "moe", (), b"", None, None, 0)
-    data = messages.head(message) + messages.CRC.pack(messages.checksum(message))
+    data = messages.packed_header(message) + messages.CRC.pack(messages.checksum(message))
 
     decodes_or_refuses(Routes.from_bytes, data, len(data))
     wire = MESSAGE | {"shape": [tokens, layers, topk], "layers": "moe", "expert_ids": ""}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError
-from replay_patch.routes.checking import integer
+from replay_patch.routes.arguments import integer
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ class Cut:
             LayoutError: a segment that cannot be cut into equal chunks.
         """
         rank = self.cp_rank if cp_rank is None else cp_rank
-        mine = []
+        positions = []
         start = 0
-        for place, size in enumerate(segments):
+        for index, size in enumerate(segments):
             if size % self.chunks:
                 raise LayoutError(
-                    f"padded length {size} (segment {place}): expected a multiple of {self.chunks} "
+                    f"padded length {size} (segment {index}): expected a multiple of {self.chunks} "
                     f"for cp_size={self.cp_size}, {self.cp_layout}; align must be a multiple of it"
                 )
-            step = size // self.chunks
+            length = size // self.chunks
             chunks = {rank}
             if self.chunks > self.cp_size:
                 chunks.add(self.chunks - 1 - rank)
             for chunk in sorted(chunks):
-                mine.append(torch.arange(start + chunk * step, start + (chunk + 1) * step))
+                positions.append(torch.arange(start + chunk * length, start + (chunk + 1) * length))
             start += size
-        return torch.cat(mine) if mine else torch.arange(0)
+        return torch.cat(positions) if positions else torch.arange(0)
 
     def rows(self, input_rows: Tensor) -> Tensor:
         """Router rows of this rank, from its model input: sequence first, then cut for SP.
@@ -93,20 +93,20 @@ class Cut:
         return input_rows.narrow(1, self.tp_rank * part, part).t().flatten()
 
 
-def host_integer(what: str, given: Any, least: int) -> int:
-    """`given` as an int that is at least `least`, else a LayoutError."""
-    return integer(what, given, least, LayoutError)
+def host_integer(what: str, value: Any, least: int) -> int:
+    """`value` as an int that is at least `least`, else a LayoutError."""
+    return integer(what, value, least, LayoutError)
 
 
-def host_lengths(given: Any) -> tuple[int, ...]:
+def host_lengths(lengths: Any) -> tuple[int, ...]:
     """Lengths as ints from 0 on, else a LayoutError; never read from a device."""
-    if isinstance(given, Tensor):
-        if given.device.type != "cpu":
+    if isinstance(lengths, Tensor):
+        if lengths.device.type != "cpu":
             raise LayoutError(
-                f"lengths is on {given.device}: expected host integers, as a layout never waits "
+                f"lengths is on {lengths.device}: expected host integers, as a layout never waits "
                 "for a device; take them before the batch is moved"
             )
-        given = given.tolist()
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise LayoutError(f"lengths={given!r}: expected one integer for each sequence")
-    return tuple(host_integer(f"lengths[{i}]", length, 0) for i, length in enumerate(given))
+        lengths = lengths.tolist()
+    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+        raise LayoutError(f"lengths={lengths!r}: expected one integer for each sequence")
+    return tuple(host_integer(f"lengths[{i}]", length, 0) for i, length in enumerate(lengths))

@@ -1,4 +1,4 @@
-"""`Index`: rows to take from a tensor or an array, wherever it is, with a fill where there is none.
+"""`RowIndex`: rows to take from a tensor or an array, and a fill where there is none.
 
 N values, any shape [...] of each; P places to fill.
 """
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
 
 
-class Index:
+class RowIndex:
     """Which of N values goes to each place: int64 of any shape, on the host; -1 takes the fill.
 
     It is copied once to each device that values come from, and never read back, so that taking
@@ -83,25 +84,13 @@ def widest(ids: Tensor) -> torch.dtype:
     return _ELEMENTS.get(next(fitting, 0), ids.dtype)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy to the device that nothing waits for; the tensor itself on the host."""
-    if device.type == "cpu":
-        return tensor
-    try:
-        pinned = tensor.pin_memory()
-    except Exception:  # noqa: BLE001 - none for this kind of device, or none left: then it waits
-        # torch_npu would read memory that is not pinned later, when it is another tensor's.
-        return tensor.to(device)
-    return pinned.to(device, non_blocking=True)
-
-
 def inverse(rows: Tensor, count: int) -> Tensor:
     """int64 [count]: where each of 0 ... count - 1 is in the flattened rows; -1: it is not."""
     flat = rows.flatten()
     real = (flat >= 0).nonzero().flatten()
-    found = torch.full((count,), -1, dtype=torch.int64)
-    found[flat[real]] = real
-    return found
+    places = torch.full((count,), -1, dtype=torch.int64)
+    places[flat[real]] = real
+    return places
 
 
 def check_fill(fill: Any, dtype: Any) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError, RouteError
-from replay_patch.routes.checking import ids_dtype
-from replay_patch.routes.index import widest
+from replay_patch.routes.expert_ids import ids_dtype
 from replay_patch.routes.padding import check_lengths, fill_padding
 from replay_patch.routes.routes import Routes
+from replay_patch.routes.row_index import widest
 
 # Tokens copied at a time, in the order of the rows: what is read and written stays in the cache.
 _BLOCK = 512
@@ -46,7 +46,7 @@ class AlignedRoutes:
         return "<AlignedRoutes {}, {} rows captured, {} holes, {} padding>".format(shape, *kinds)
 
 
-def aligned(
+def routes_in_rows(
     routes: Sequence[Routes],
     places: Sequence[Sequence[int]],
     lengths: Sequence[int],
@@ -55,14 +55,14 @@ def aligned(
     ep_size: int,
     first_padding: int,
 ) -> AlignedRoutes:
-    """One copy from the routes to where the routers take them; nothing else of that size is made.
+    """Copy routes once, to where the routers take them; nothing else of that size is made.
 
     Args:
         routes: one per sequence, at least one.
-        places: of each, which of its layers, in order.
+        places: of each, which places of its layer axis, in order.
         lengths: tokens of each.
         rows: int64 [R], the token in each router row, -1 for padding.
-        step: how many sequences are side by side in them: row = s * step + b.
+        step: how many sequences are side by side in the rows: row = s * step + b.
         ep_size, first_padding: as in `padding_ids`.
 
     Raises:
@@ -71,58 +71,61 @@ def aligned(
     """
     check_lengths(routes, lengths)
     topk, num_experts = routes[0].topk, routes[0].num_experts
-    pieces = _pieces(rows, lengths, step)
     ids = torch.empty(len(places[0]), len(rows), topk, dtype=ids_dtype(num_experts))
     element = widest(ids)
     wide = ids.view(element)
     captured = torch.zeros(len(rows), dtype=torch.bool)
-    for number, token, row, count in pieces:
-        one = routes[number]
-        begin = max(token, one.start)
-        count = min(token + count, one.start + one.num_tokens) - begin
+    for sequence, token, row, count in _runs_of_tokens(rows, lengths, step):
+        trajectory = routes[sequence]
+        start = trajectory.start
+        begin = max(token, start)
+        count = min(token + count, start + trajectory.num_tokens) - begin
         if count <= 0:
             continue
         row += (begin - token) * step
-        source = slice(begin - one.start, begin - one.start + count)
+        source = slice(begin - start, begin - start + count)
         target = slice(row, row + (count - 1) * step + 1, step)
-        given = one.expert_ids.view(element)[source]
-        for into, taken in _runs(places[number]):
-            wide[into, target] = given[:, taken].transpose(0, 1)
-        captured[target] = one.captured[source]
+        wide_rows = trajectory.expert_ids.view(element)[source]
+        for target_layers, source_layers in _runs_of_layers(places[sequence]):
+            wide[target_layers, target] = wide_rows[:, source_layers].transpose(0, 1)
+        captured[target] = trajectory.captured[source]
     padding = rows < 0
     holes = ~(captured | padding)
-    ids.index_fill_(1, _places(holes), 0)
-    empty = _places(padding)
-    after = fill_padding(ids, empty, num_experts, ep_size, first_padding)
-    return AlignedRoutes(ids, captured, holes, padding, after)
+    ids.index_fill_(1, _numbers(holes), 0)
+    next_padding = fill_padding(ids, _numbers(padding), num_experts, ep_size, first_padding)
+    return AlignedRoutes(ids, captured, holes, padding, next_padding)
 
 
-def _places(kind: Tensor) -> Tensor:
+def _numbers(rows: Tensor) -> Tensor:
+    """int64: the rows for which bool [R] is True."""
     # By numpy: where somebody watches a schedule for operations that wait, this is none.
-    return torch.from_numpy(np.flatnonzero(kind.numpy()))
+    return torch.from_numpy(np.flatnonzero(rows.numpy()))
 
 
-def common_layers(routes: Sequence[Routes]) -> list[list[int]]:
-    """All layers of each trajectory, which must be the same ones.
+def all_places(routes: Sequence[Routes]) -> list[list[int]]:
+    """Every place on the layer axis of each trajectory; the axes must be the same.
 
     Raises:
         RouteError: they are not, or it is not known which of them are MoE layers.
     """
-    axes = [(one.layers, one.num_layers) for one in routes]
-    for place, axis in enumerate(axes):
+    axes = [(trajectory.layers, trajectory.num_layers) for trajectory in routes]
+    for number, axis in enumerate(axes):
         if axis != axes[0] or axis[0] == "all":
             raise RouteError(
-                f"trajectory {place} has layers={axis[0]!r}, {axis[1]} of them, and trajectory 0 "
+                f"trajectory {number} has layers={axis[0]!r}, {axis[1]} of them, and trajectory 0 "
                 f"has layers={axes[0][0]!r}, {axes[0][1]}: expected the same MoE layers; say which "
                 "ones, layer_numbers=..."
             )
     return [list(range(count)) for _, count in axes]
 
 
-def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> list[tuple[int, int, int, int]]:
+def _runs_of_tokens(
+    rows: Tensor, lengths: Sequence[int], step: int
+) -> list[tuple[int, int, int, int]]:
     """(sequence, first token in it, first row, count): tokens that are `step` rows apart.
 
-    A sequence is one run, or one for each chunk that context parallelism leaves of it.
+    A sequence is one run, or one for each chunk that context parallelism leaves of it; longer runs
+    than `_BLOCK` are divided.
     """
     if not len(rows):
         return []
@@ -130,32 +133,32 @@ def _pieces(rows: Tensor, lengths: Sequence[int], step: int) -> list[tuple[int, 
         raise LayoutError(f"{len(rows)} rows: expected a multiple of the {step} sequences in them")
     side_by_side = rows.numpy().reshape(-1, step)  # one sequence in each column, or all in one
     height = len(side_by_side)
-    in_order = side_by_side.T.ravel()
-    at = np.flatnonzero(in_order >= 0)
-    tokens = in_order[at]
+    by_column = side_by_side.T.ravel()
+    cells = np.flatnonzero(by_column >= 0)
+    tokens = by_column[cells]
     if (np.diff(tokens) < 0).any():  # rows that no layout made: right, if slow
         order = tokens.argsort()
-        at, tokens = at[order], tokens[order]
+        cells, tokens = cells[order], tokens[order]
     starts = np.cumsum([0, *lengths])
-    new = np.ones(len(at) + 1, dtype=np.bool_)  # also after the last
-    new[1:-1] = (np.diff(tokens) != 1) | (np.diff(at) != 1)
-    new[np.searchsorted(tokens, starts)] = True
-    begins = np.flatnonzero(new)
+    is_first = np.ones(len(cells) + 1, dtype=np.bool_)  # of a run; also after the last
+    is_first[1:-1] = (np.diff(tokens) != 1) | (np.diff(cells) != 1)
+    is_first[np.searchsorted(tokens, starts)] = True
+    begins = np.flatnonzero(is_first)
     counts = np.diff(begins)
-    at, tokens = at[begins[:-1]], tokens[begins[:-1]]
-    numbers = np.searchsorted(starts, tokens, side="right") - 1
-    first_rows = at % height * step + at // height
-    runs = (numbers, tokens - starts[numbers], first_rows, counts)
-    pieces = [
-        (number, token + done, row + done * step, min(count - done, _BLOCK))
-        for number, token, row, count in zip(*(run.tolist() for run in runs), strict=True)
+    cells, tokens = cells[begins[:-1]], tokens[begins[:-1]]
+    sequences = np.searchsorted(starts, tokens, side="right") - 1
+    first_rows = cells % height * step + cells // height
+    columns = (sequences, tokens - starts[sequences], first_rows, counts)
+    runs = [
+        (sequence, token + done, row + done * step, min(count - done, _BLOCK))
+        for sequence, token, row, count in zip(*(c.tolist() for c in columns), strict=True)
         for done in range(0, count, _BLOCK)
     ]
-    return sorted(pieces, key=lambda piece: piece[2])
+    return sorted(runs, key=lambda run: run[2])
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """(where to, where from): neighbouring layers are copied together."""
+def _runs_of_layers(places: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """(layers of the target, layers of the source): neighbours are copied together."""
     begin = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] + 1:

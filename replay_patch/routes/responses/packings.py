@@ -14,8 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes import b64
-from replay_patch.routes.checking import host_ids, integer
+from replay_patch.routes.arguments import integer
+from replay_patch.routes.expert_ids import host_ids
+from replay_patch.routes.wire import base64_text
 
 _NPY = b"\x93NUMPY"
 # What numpy writes into a .npy file of a plain array. np.load would allocate what a header claims
@@ -37,8 +38,8 @@ class Packing:
     rows: Sequence[int]
 
 
-def ids_of(value: Any, packing: Packing) -> Tensor:
-    """Signed or uint8 integers [R, L, K].
+def unpacked_ids(value: Any, packing: Packing) -> Tensor:
+    """Integers [R, L, K], uint8 or signed, on the host.
 
     Raises:
         RouteError: anything else.
@@ -85,33 +86,33 @@ def _from_mapping(value: Mapping[str, Any], packing: Packing) -> Any:
 
 def _from_base64(text: str) -> bytes:
     try:
-        return b64.decode(text)
+        return base64_text.decode(text)
     except ValueError as error:  # another alphabet; not ASCII
         raise RouteError(f"text of {len(text)} characters is no base64: {error}") from None
 
 
-def _from_npy(given: Any) -> Any:
+def _from_npy(file: Any) -> Any:
     """The array of a .npy file, which claims no more than is there."""
-    data = memoryview(given)
+    data = memoryview(file)
     wide = len(data) > 6 and data[6] > 1
     first = 12 if wide else 10
     size = int.from_bytes(data[8:first], "little")
-    found = _NPY_HEADER.fullmatch(data[first : first + size])
-    if found is None or first + size > len(data):
+    header = _NPY_HEADER.fullmatch(data[first : first + size])
+    if header is None or first + size > len(data):
         raise RouteError(
             f"a .npy file with the header {bytes(data[:100])!r}: expected an array of integers"
         )
-    shape = [int(length) for length in found["shape"].replace(b",", b" ").split()]
-    dtype = np.dtype(found["descr"].decode())
-    there = len(data) - first - size
-    if math.prod(shape) * dtype.itemsize != there:
+    shape = [int(length) for length in header["shape"].replace(b",", b" ").split()]
+    dtype = np.dtype(header["descr"].decode())
+    body_size = len(data) - first - size
+    if math.prod(shape) * dtype.itemsize != body_size:
         raise RouteError(
-            f"a .npy file of {there} bytes after the header: expected "
+            f"a .npy file of {body_size} bytes after the header: expected "
             f"{math.prod(shape) * dtype.itemsize}, {dtype} of shape {shape}"
         )
     if len(shape) != 3:
         raise RouteError(f"a .npy file of shape {shape}: expected [tokens, layers, topk]")
-    order: Any = "F" if found["fortran"] == b"True" else "C"
+    order: Any = "F" if header["fortran"] == b"True" else "C"
     return np.frombuffer(data[first + size :], dtype).reshape(shape, order=order)
 
 

@@ -9,24 +9,27 @@ Two signs, both counted and never silent:
 """
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from replay_patch.routes.checking import Parts
+from replay_patch.routes.checked_routes import CheckedRoutes
 
 _LEAST_RUN = 16
 _BITS = 128
 
 
-def unwritten_rows(ids: Tensor) -> Tensor:
+def zero_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
     """bool [T] of ids [T, L, K]: nothing but zeros, if that cannot be a choice."""
     tokens, num_layers, topk = ids.shape
     if topk < 2 or not num_layers:
-        return torch.zeros(tokens, dtype=torch.bool)
-    zeros = (ids[:, -1] == 0).all(1)  # the last layer is hardly ever a dense one: few candidates
-    if zeros.any():
-        zeros[zeros.clone()] = (ids[zeros] == 0).flatten(1).all(1)
+        return np.zeros(tokens, np.bool_)
+    zeros: NDArray[np.bool_] = (ids[:, -1] == 0).all(1)  # the last layer is hardly ever a dense one
+    candidates = np.flatnonzero(zeros)  # few
+    zeros[candidates] = (ids[candidates] == 0).all((1, 2))
     return zeros
 
 
@@ -40,25 +43,25 @@ def longest_run(num_experts: int, num_layers: int, topk: int) -> int:
     return max(_LEAST_RUN, math.ceil(_BITS / bits - 1e-6) + 1) - 1
 
 
-def unwritten_runs(routes: Parts, longest: int) -> Tensor:
+def repeated_rows(routes: CheckedRoutes, longest: int) -> Tensor:
     """bool [T]: captured tokens in runs of more than `longest` equal rows."""
     ids, captured = routes.expert_ids, routes.captured
-    found = torch.zeros(len(ids), dtype=torch.bool)
+    repeated = torch.zeros(len(ids), dtype=torch.bool)
     live = [i for i in range(ids.shape[1]) if i not in routes.empty_layers]
     if len(ids) <= longest or not live:
-        return found
+        return repeated
     # One layer rules out nearly all tokens; the others are looked at only where it does not.
     same = (ids[1:, live[-1]] == ids[:-1, live[-1]]).all(1) & captured[1:] & captured[:-1]
     for run in _runs(same, longest):
         rows = ids[run.start : run.stop + 1]
         same[run] = (rows[1:] == rows[:-1]).flatten(1).all(1)
     for run in _runs(same, longest):
-        found[run.start : run.stop + 1] = True
-    return found
+        repeated[run.start : run.stop + 1] = True
+    return repeated
 
 
 def _runs(same: Tensor, longest: int) -> list[slice]:
-    """Stretches of at least `longest` pairs."""
+    """Stretches of at least `longest` pairs of equal neighbours."""
     edges = torch.diff(
         same.to(torch.int8),
         prepend=torch.zeros(1, dtype=torch.int8),

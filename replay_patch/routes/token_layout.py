@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError
-from replay_patch.routes.cut import Cut, host_integer, host_lengths
-from replay_patch.routes.index import Index, dense_shape, inverse
+from replay_patch.routes.parallel_cut import Cut, host_integer, host_lengths
+from replay_patch.routes.row_index import RowIndex, dense_shape, inverse
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,22 +74,22 @@ class TokenLayout:
             LayoutError: a sequence longer than S, or an S that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
-        given = host_lengths(lengths)
-        size = _round_up(host_integer("max_length", max_length, 0), _align(align, cut))
+        counts = host_lengths(lengths)
+        size = _round_up(host_integer("max_length", max_length, 0), _multiple(align, cut))
         if padding_side not in ("left", "right"):
             raise LayoutError(f"padding_side={padding_side!r}: expected 'left' or 'right'")
-        uncut = torch.full((len(given), size), -1, dtype=torch.int64)
+        uncut = torch.full((len(counts), size), -1, dtype=torch.int64)
         token = 0
-        for place, length in enumerate(given):
+        for sequence, length in enumerate(counts):
             if length > size:
                 raise LayoutError(
-                    f"sequence {place} has {length} tokens: expected at most {size}, the padded "
+                    f"sequence {sequence} has {length} tokens: expected at most {size}, the padded "
                     f"length; max_length={max_length} is too small"
                 )
-            at = 0 if padding_side == "right" else size - length
-            uncut[place, at : at + length] = torch.arange(token, token + length)
+            first = 0 if padding_side == "right" else size - length
+            uncut[sequence, first : first + length] = torch.arange(token, token + length)
             token += length
-        return cls._made(given, (size,) * len(given), uncut, cut, [size])
+        return cls._of(counts, (size,) * len(counts), uncut, cut, [size])
 
     @classmethod
     def packed(
@@ -122,8 +122,8 @@ class TokenLayout:
             LayoutError: more tokens than `pad_to`, or lengths that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
-        given = host_lengths(lengths)
-        sizes = [_round_up(length, _align(align, cut)) for length in given]
+        counts = host_lengths(lengths)
+        sizes = [_round_up(length, _multiple(align, cut)) for length in counts]
         total = sum(sizes)
         if total_align is not None:
             total = _round_up(total, host_integer("total_align", total_align, 1))
@@ -140,15 +140,15 @@ class TokenLayout:
         if sizes:
             sizes[-1] += added
         uncut = torch.full((1, total), -1, dtype=torch.int64)
-        token = at = 0
-        for length, size in zip(given, sizes, strict=True):
-            uncut[0, at : at + length] = torch.arange(token, token + length)
-            token, at = token + length, at + size
+        token = first = 0
+        for length, size in zip(counts, sizes, strict=True):
+            uncut[0, first : first + length] = torch.arange(token, token + length)
+            token, first = token + length, first + size
         segments = (sizes or [total]) if cut.cp_layout == "zigzag" else [total]
-        return cls._made(given, tuple(sizes), uncut, cut, segments)
+        return cls._of(counts, tuple(sizes), uncut, cut, segments)
 
     @classmethod
-    def _made(
+    def _of(
         cls,
         lengths: tuple[int, ...],
         padded_lengths: tuple[int, ...],
@@ -249,28 +249,28 @@ class TokenLayout:
         return values
 
     @functools.cached_property
-    def _input(self) -> Index:
-        return Index(self.input_rows)
+    def _input(self) -> RowIndex:
+        return RowIndex(self.input_rows)
 
     @functools.cached_property
-    def _router(self) -> Index:
-        return Index(self.rows)
+    def _router(self) -> RowIndex:
+        return RowIndex(self.rows)
 
     @functools.cached_property
-    def _next(self) -> Index:
+    def _next(self) -> RowIndex:
         following = torch.arange(1, self.num_tokens + 2)
         ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
         following[ends[ends > 0] - 1] = -1
         following[-1] = -1  # of padding, which is -1 itself
-        return Index(following[self.input_rows])
+        return RowIndex(following[self.input_rows])
 
     @functools.cached_property
-    def _back(self) -> Index:
+    def _back(self) -> RowIndex:
         ranks = [
             self.uncut.index_select(1, self.cut.positions(self.segments, rank))
             for rank in range(self.cut.cp_size)
         ]
-        return Index(inverse(torch.stack(ranks), self.num_tokens))
+        return RowIndex(inverse(torch.stack(ranks), self.num_tokens))
 
     def __repr__(self) -> str:
         return (
@@ -279,8 +279,9 @@ class TokenLayout:
         )
 
 
-def _align(given: int | None, cut: Cut) -> int:
-    return cut.tp_size * cut.chunks if given is None else host_integer("align", given, 1)
+def _multiple(align: int | None, cut: Cut) -> int:
+    """Of what the length of a sequence is a multiple."""
+    return cut.tp_size * cut.chunks if align is None else host_integer("align", align, 1)
 
 
 def _round_up(number: int, multiple: int) -> int:

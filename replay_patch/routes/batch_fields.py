@@ -32,11 +32,11 @@ def select_fields(
         RouteError: a field of another number of trajectories than the others, or without one (it
             names the field); an index that is out of range.
     """
-    passed = set(shared)
-    unknown = sorted(passed - set(fields))
+    shared_names = set(shared)
+    unknown = sorted(shared_names - set(fields))
     if unknown:
         raise RouteError(f"shared names {unknown}: there is no such field, only {list(fields)}")
-    sizes = dict(_sizes({k: v for k, v in fields.items() if k not in passed}, ""))
+    sizes = dict(_sizes({k: v for k, v in fields.items() if k not in shared_names}, ""))
     first, count = next(iter(sizes.items()), ("", 0))
     for name, size in sizes.items():
         if size != count:
@@ -45,44 +45,44 @@ def select_fields(
                 f"as field {first!r} has"
             )
     chosen = chosen_indices(indices, count)
-    return {k: v if k in passed else _select(v, chosen) for k, v in fields.items()}
+    return {k: v if k in shared_names else _select(v, chosen) for k, v in fields.items()}
 
 
-def chosen_indices(given: Any, count: int) -> list[int]:
+def chosen_indices(indices: Any, count: int) -> list[int]:
     """Host integers from 0 to count - 1.
 
     Args:
-        given: integers, or one bool for each of `count`; list, array or host tensor.
+        indices: integers, or one bool for each of `count`; list, array or host tensor.
         count: of what is chosen from.
 
     Raises:
         RouteError: anything else; -1 too, which elsewhere means the last, and here nothing.
     """
-    if isinstance(given, Tensor):
-        if given.device.type != "cpu":
-            raise RouteError(f"indices is on {given.device}: expected host integers")
-        given = given.tolist()
-    elif isinstance(given, np.ndarray):
-        given = given.tolist()
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise RouteError(f"indices={given!r}: expected integers, or one bool for each trajectory")
-    entries = list(given)
+    if isinstance(indices, Tensor):
+        if indices.device.type != "cpu":
+            raise RouteError(f"indices is on {indices.device}: expected host integers")
+        indices = indices.tolist()
+    elif isinstance(indices, np.ndarray):
+        indices = indices.tolist()
+    if isinstance(indices, str) or not isinstance(indices, Iterable):
+        raise RouteError(f"indices={indices!r}: expected integers, or one bool for each trajectory")
+    entries = list(indices)
     if entries and all(isinstance(entry, bool | np.bool_) for entry in entries):
         if len(entries) != count:
             raise RouteError(f"indices are {len(entries)} bools: expected {count}, one for each")
-        return [place for place, entry in enumerate(entries) if entry]
-    return [_index(place, entry, count) for place, entry in enumerate(entries)]
+        return [index for index, entry in enumerate(entries) if entry]
+    return [_index(number, entry, count) for number, entry in enumerate(entries)]
 
 
-def _index(place: int, given: Any, count: int) -> int:
+def _index(number: int, entry: Any, count: int) -> int:
     try:
-        if isinstance(given, bool | np.bool_):
+        if isinstance(entry, bool | np.bool_):
             raise TypeError("a bool among integers")
-        index = operator.index(given)
+        index = operator.index(entry)
     except TypeError:
         index = -1
     if not 0 <= index < count:
-        raise RouteError(f"indices[{place}] is {given!r}: expected a place from 0 to {count - 1}")
+        raise RouteError(f"indices[{number}] is {entry!r}: expected a place from 0 to {count - 1}")
     return index
 
 

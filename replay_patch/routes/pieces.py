@@ -1,0 +1,200 @@
+"""The pieces of one trajectory: put together, and cut. T tokens, L layers, K top-k.
+
+A trajectory comes in pieces: turns of a tool loop, generations that were aborted and resumed. A
+piece has a row of expert ids for each of some consecutive tokens, and a flag that says whether the
+row was captured. What holds of all pieces is `fill_holes`: the first captured row of a token
+counts, as its pass produced the next token, and a hole is filled by a later piece.
+
+How a piece says which tokens it is about differs by who has it:
+
+* `Routes` have `start`, the number of tokens before the piece: the caller knows that both pieces
+  are of the same tokens. `append` merges two of them.
+* The calls of an agent loop have their token ids: the loop may cut or retokenise what it keeps.
+  `trajectory.Trajectory` compares them with the tokens that were kept.
+"""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from replay_patch.errors import RouteError
+from replay_patch.routes.arguments import check_word
+from replay_patch.routes.checked_routes import MISMATCH, CheckedRoutes
+
+
+def append(
+    earlier: CheckedRoutes,
+    later: CheckedRoutes,
+    on_mismatch: str,
+    on_gap: str,
+    name: str | None = None,
+) -> CheckedRoutes:
+    """Both pieces as one; `earlier` itself if the later one has no row.
+
+    Args, Raises: as in `Routes.append`.
+    """
+    check_word("on_mismatch", on_mismatch, "raise", "count")
+    check_word("on_gap", on_gap, "raise", "hole")
+    where = f"{name}: " if name else ""
+    empty = _common_empty_layers(earlier, later, where)
+    if not len(later.expert_ids):
+        return earlier
+    (first, first_end), (second, second_end) = _span(earlier), _span(later)
+    gap = second - first_end
+    if first > second_end:
+        raise RouteError(
+            f"{where}the later piece ends at token {second_end}, and the earlier one begins at "
+            f"{first}: expected pieces in order"
+        )
+    if gap > 1 and on_gap == "raise":
+        raise RouteError(
+            f"{where}the later piece begins at token {second}, and the earlier one ends at "
+            f"{first_end}: {gap} tokens are in neither, and at most 1 was expected, the last "
+            "sampled one. Was a turn lost? on_gap='hole' lets them route natively"
+        )
+    begin, end = min(first, second), max(first_end, second_end)
+    ids = torch.zeros(end - begin, *earlier.expert_ids.shape[1:], dtype=earlier.expert_ids.dtype)
+    captured = torch.zeros(end - begin, dtype=torch.bool)
+    notes = torch.zeros(end - begin, dtype=torch.uint8)
+    for piece in (earlier, later):
+        offset = piece.start - begin
+        rows = slice(offset, offset + len(piece.expert_ids))
+        filled = fill_holes(
+            ids[rows].numpy(),
+            captured[rows].numpy(),
+            piece.expert_ids.numpy(),
+            piece.captured.numpy(),
+        )
+        unexplained = ~captured[rows] & (notes[rows] == 0)  # holes
+        causes = torch.zeros_like(notes[rows]) if piece.notes is None else piece.notes
+        notes[rows] = torch.where(torch.from_numpy(filled) | unexplained, causes, notes[rows])
+    both = range(max(first, second), min(first_end, second_end))
+    if both:
+        differing = _differing(earlier, later, both)
+        if differing.any() and on_mismatch == "raise":
+            _refuse_mismatch(earlier, later, both, differing, where)
+        notes[both.start - begin : both.stop - begin].masked_fill_(differing, MISMATCH)
+    return CheckedRoutes(
+        ids,
+        captured,
+        earlier.num_experts,
+        begin,
+        earlier.layers,
+        empty,
+        notes if notes.any() else None,
+    )
+
+
+def fill_holes(
+    rows: NDArray[Any],
+    captured: NDArray[Any],
+    later_rows: NDArray[Any],
+    later_captured: NDArray[Any],
+) -> NDArray[Any]:
+    """Take over the rows of a later piece where no earlier one has a captured row.
+
+    Args:
+        rows: [T, L, K], of the pieces before; written to.
+        captured: bool [T], which rows they have; written to.
+        later_rows: [T, L, K], of the same tokens. Ids are converted to the dtype of `rows`.
+        later_captured: bool [T]; other rows of the piece are not read.
+
+    Returns:
+        bool [T], the rows that were taken over.
+    """
+    filled: NDArray[Any] = later_captured & ~captured
+    if filled.all():  # one copy
+        rows[:] = later_rows
+    else:
+        rows[filled] = later_rows[filled]
+    captured |= filled
+    return filled
+
+
+def cut(routes: CheckedRoutes, rows: slice) -> CheckedRoutes:
+    """Consecutive rows, as a copy that keeps nothing else alive.
+
+    Raises:
+        RouteError: no slice, or one with a step.
+    """
+    if not isinstance(rows, slice) or rows.step not in (None, 1):
+        raise RouteError(f"routes[{rows!r}]: expected a slice of consecutive rows, routes[a:b]")
+    first, end, _ = rows.indices(len(routes.expert_ids))
+    kept = slice(first, max(first, end))
+    if routes.notes is None or not routes.notes[kept].any():
+        notes = None
+    else:
+        notes = routes.notes[kept].clone()
+    return CheckedRoutes(
+        routes.expert_ids[kept].clone(),
+        routes.captured[kept].clone(),
+        routes.num_experts,
+        routes.start + first,
+        routes.layers,
+        routes.empty_layers,
+        notes,
+    )
+
+
+def _span(piece: CheckedRoutes) -> tuple[int, int]:
+    return piece.start, piece.start + len(piece.expert_ids)
+
+
+def _common_empty_layers(
+    earlier: CheckedRoutes, later: CheckedRoutes, where: str
+) -> tuple[int, ...]:
+    """The empty layers of both, which are pieces of one trajectory."""
+    if not isinstance(later, CheckedRoutes):
+        raise RouteError(f"{where}the later piece is a {type(later).__name__}: expected Routes")
+    later_axes, expected = (
+        (p.num_experts, p.expert_ids.shape[2], p.expert_ids.shape[1], p.layers)
+        for p in (later, earlier)
+    )
+    if later_axes != expected:
+        raise RouteError(
+            f"{where}the later piece has (num_experts, topk, num_layers, layers) = {later_axes}: "
+            f"expected {expected}, as the earlier one has"
+        )
+    if earlier.empty_layers == later.empty_layers or not later.captured.any():
+        return earlier.empty_layers
+    if not earlier.captured.any():
+        return later.empty_layers
+    raise RouteError(
+        f"{where}places {list(later.empty_layers)} of the layer axis hold nothing in the later "
+        f"piece: expected {list(earlier.empty_layers)}, as in the earlier one"
+    )
+
+
+def _differing(earlier: CheckedRoutes, later: CheckedRoutes, tokens: range) -> Tensor:
+    """bool [tokens]: captured in both, with other experts in some layer; columns may be in any
+    order."""
+    pieces = [
+        (piece, slice(tokens.start - piece.start, tokens.stop - piece.start))
+        for piece in (earlier, later)
+    ]
+    earlier_ids, later_ids = (piece.expert_ids[rows] for piece, rows in pieces)
+    earlier_captured, later_captured = (piece.captured[rows] for piece, rows in pieces)
+    differing = (earlier_ids != later_ids).any(2).any(1) & earlier_captured & later_captured
+    if differing.any():
+        sorted_ids = (ids[differing].sort(2).values for ids in (earlier_ids, later_ids))
+        differing[differing.clone()] = torch.ne(*sorted_ids).any(2).any(1)
+    return differing
+
+
+def _refuse_mismatch(
+    earlier: CheckedRoutes, later: CheckedRoutes, tokens: range, differing: Tensor, where: str
+) -> None:
+    token = tokens[int(differing.nonzero()[0])]
+    earlier_ids, later_ids = (p.expert_ids[token - p.start] for p in (earlier, later))
+    unlike = (earlier_ids.sort(1).values != later_ids.sort(1).values).any(1)
+    place = int(unlike.nonzero()[0])
+    axis = earlier.layers
+    layer = f"layer {axis[place]}" if isinstance(axis, tuple) else f"place {place}"
+    raise RouteError(
+        f"{where}token {token}, {layer} of the layer axis: the later piece has "
+        f"{later_ids[place].tolist()}, expected {earlier_ids[place].tolist()} as the earlier one "
+        f"has. {int(differing.sum()) - 1} more tokens differ. Prefill and decode, or new weights, "
+        "may choose differently: on_mismatch='count' keeps the earlier rows"
+    )
