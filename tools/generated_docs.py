@@ -72,10 +72,10 @@ def _library_index(library: str, members: list[Patch]) -> str:
 
 def _patch_entry(patch: Patch) -> str:
     rows = [
-        ("changes", _listed(patch.targets)),
+        ("changes", _by_module(patch.targets)),
         ("is tried when this is imported", _listed(patch.modules)),
         ("comes after", _listed(patch.after)),
-        ("relies on, unchanged", _listed(patch.relies_on)),
+        ("relies on, unchanged", _by_module(patch.relies_on)),
         ("fails without it", _checks(patch)),
         ("vital", "yes: replay is refused without it" if patch.vital else ""),
         ("upstream", upstream(patch)),
@@ -90,6 +90,15 @@ def _patch_entry(patch: Patch) -> str:
 
 def _listed(names: tuple[str, ...]) -> str:
     return "<br>".join(f"`{name}`" for name in names)
+
+
+def _by_module(targets: tuple[str, ...]) -> str:
+    """Targets `module:qualname`, a line for each module; `module:` is the list of its classes."""
+    lines: dict[str, list[str]] = {}
+    for target in targets:
+        module, _, qualname = target.partition(":")
+        lines.setdefault(module, []).append(f"`{qualname}`" if qualname else "which classes it has")
+    return "<br>".join(f"`{module}`: {', '.join(names)}" for module, names in lines.items())
 
 
 def _checks(patch: Patch) -> str:

@@ -119,7 +119,8 @@ def test_the_readmes_example_replays_what_it_recorded() -> None:
     text = (ROOT / "README.md").read_text()
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     trained = model(**RECOMPUTE)
-    names = {"model": trained, "tokens": TOKENS, "positions": POSITIONS, "lengths": [8, 5]}
+    names = {"model": trained, "tokens": TOKENS, "positions": POSITIONS}
+    names |= {"labels": TOKENS.roll(-1, 1), "lengths": [8, 5]}
 
     exec(compile(example, "README.md", "exec"), names)
 
