@@ -42,6 +42,14 @@ def run(
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def run_module(name: str, *args: str, path: Path | None = None, **env: str) -> Any:
+    """`python -m NAME ARGS`, which prints one JSON value last; for programs that are about the
+    order of their first imports, and cannot be imported here."""
+    done = python("-m", name, *args, path=path, **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def command(function: Callable[..., Any], *args: Any, bed: bool = False) -> list[str]:
     """Arguments for Python that call a function and print what it returns as JSON."""
     options = ["--bed"] if bed else []

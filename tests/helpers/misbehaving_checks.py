@@ -1,6 +1,8 @@
 """Checks that misbehave, run as the matrix runs its own.
 
-    python -m helpers.misbehaving_checks [--timeout 3] [CHECK ...]     # a line of JSON for each cell
+    python -m helpers.misbehaving_checks [--timeout 3] [CHECK ...]
+
+It prints each cell as a line of JSON.
 
 It needs neither torch nor Megatron.
 """

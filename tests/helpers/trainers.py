@@ -25,18 +25,20 @@ def dependencies() -> Path:
 
 
 def run(
-    code: str,
+    program: str,
     megatron: str,
     trainers: Mapping[str, str],
-    *,
+    *args: str,
     plugin: bool = True,
     transformer_engine: bool = False,
 ) -> Any:
-    """Run `code`, which prints one JSON value last, and return that; tests/ is on its path.
+    """Run a program, which prints one JSON value last, and return that; tests/ is on its path.
 
     Args:
+        program: a module ("programs.trainers.mbridge"), or code of up to three lines.
         megatron: a release of Megatron-core.
         trainers: what to have on the path, package: version.
+        args: of a module.
         plugin: with REPLAY_PATCH=1.
         transformer_engine: with the stand-in for it.
     """
@@ -47,4 +49,7 @@ def run(
     env = {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
     # Compiled once, whatever the environment says: half of the time of a process goes there.
     env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache_dir() / "pycache")}
-    return interpreters.run(code, **env, **({"REPLAY_PATCH": "1"} if plugin else {}))
+    env |= {"REPLAY_PATCH": "1"} if plugin else {}
+    if program.replace(".", "_").isidentifier():
+        return interpreters.run_module(program, *args, **env)
+    return interpreters.run(program, **env)

@@ -11,15 +11,6 @@ from helpers import interpreters
 
 pytestmark = pytest.mark.mechanism
 
-# As a job on a GPU would find it: the doctor itself needs no CPU bed, but triton may be missing.
-DOCTOR = """
-import sys
-from replay_patch.megatron import no_triton
-no_triton.provide()
-from replay_patch import cli
-sys.exit(cli.main(["doctor", *sys.argv[1:]]))
-"""
-
 
 @dataclass(frozen=True)
 class Report:
@@ -28,9 +19,10 @@ class Report:
     data: dict[str, Any]
 
 
-def doctor(tmp_path: Path, before: str = "", **env: str) -> Report:
+def doctor(tmp_path: Path, *args: str, **env: str) -> Report:
     out = tmp_path / "doctor.json"
-    done = interpreters.python("-W", "ignore", "-c", before + DOCTOR, "--json", str(out), **env)
+    command = ("-W", "ignore", "-m", "programs.doctor", *args, "--json", str(out))
+    done = interpreters.python(*command, **env)
     return Report(done.returncode, done.stdout, json.loads(out.read_text()))
 
 
@@ -82,15 +74,7 @@ def test_what_is_wrong_is_said_and_is_exit_1(
 
 def test_a_megatron_that_cannot_be_imported_is_named_with_its_error(tmp_path: Path) -> None:
     """Case 95: the original error is kept."""
-    broken = """
-import sys
-class Broken:
-    def find_spec(self, name, path=None, target=None):
-        if name == "megatron.core.transformer.moe.router":
-            raise ImportError("a distinctive text")
-sys.meta_path.insert(0, Broken())
-"""
-    report = doctor(tmp_path, broken, REPLAY_PATCH="1")
+    report = doctor(tmp_path, "--broken-router", REPLAY_PATCH="1")
 
     assert report.code == 1
     assert "Megatron cannot be imported: ImportError: a distinctive text" in report.text

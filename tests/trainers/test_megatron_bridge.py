@@ -43,74 +43,9 @@ UNFINISHED = {
 }
 """They have no asdict before `finalize()`, plugin or not: it wants `per_block_parameters`."""
 
-BEGIN = """
-import json
-from helpers import bridge_questions
-bridge_questions.init()
-from helpers import bridge_configs as configs, bridge_models as models
-
-def answer(**calls):
-    print(json.dumps({name: call() for name, call in calls.items()}))
-
-def all_on():
-    return configs.saved(configs.provider(**dict.fromkeys(bridge_questions.NAMES, True)))
-"""
-
-WITH = """
-import replay_patch
-answer(
-    lacking=configs.lacking,
-    saved=all_on,
-    replayed=models.replayed,
-    twice=models.decoder_built_twice,
-    twice_by_session=models.twice_by_session,
-    recompute=models.recomputed,
-    lora_on_the_router=models.lora_on_the_router,
-    failed=lambda: [p.name for p in replay_patch.status().patches if p.state in ("failed", "lost")],
-)
-"""
-
-WITHOUT = """
-from megatron.core.transformer.moe.router_replay import RouterReplay
-
-def set_late():
-    [model] = models.qwen3_moe("enable_routing_replay")
-    routers = bridge_questions.routers(model)
-    return [getattr(router, "router_replay", None) is None for router in routers]
-
-def activated_late():
-    RouterReplay.clear_global_router_replay_instances()
-    import replay_patch
-    replay_patch.activate()
-    return [configs.lacking(), all_on(), models.replayed(), models.decoder_built_twice()]
-
-legacy = {"enable_routing_replay": True}
-answer(
-    constructor=lambda: bridge_questions.error(lambda: configs.provider(**legacy)),
-    override=lambda: bridge_questions.error(lambda: configs.overridden(configs.provider(), legacy)),
-    routers_without_replay=set_late,
-    twice=models.decoder_built_twice,
-    lora_on_the_router=models.lora_on_the_router,
-    late=activated_late,
-)
-"""
-
-OUTSIDE = """
-def alone():
-    model = models.provided_alone("enable_routing_replay")
-    return bridge_questions.low_level(model) | bridge_questions.sessions(model)
-
-answer(
-    distributed=lambda: bridge_questions.error(lambda: models.qwen3_moe("enable_routing_replay")),
-    training=lambda: bridge_questions.error(all_on),
-    lacking=configs.lacking,
-    alone=alone,
-)
-"""
-
+PROGRAM = "programs.trainers.megatron_bridge"
 IMPORT = """
-import json
-from helpers import bridge_questions
+import json; from helpers import bridge_questions
 print(json.dumps(bridge_questions.error(lambda: __import__("megatron.bridge"))))
 """
 
@@ -127,13 +62,15 @@ TWICE = {"routers": 2, "listed": BOTH, "replayed": BOTH}
 
 
 @functools.cache
-def ask(megatron: str, script: str, plugin: bool = True) -> Any:
-    return trainers.run(script, megatron, BRIDGE, plugin=plugin, transformer_engine=True)
+def ask(megatron: str, questions: str, plugin: bool = True) -> Any:
+    return trainers.run(
+        PROGRAM, megatron, BRIDGE, questions, plugin=plugin, transformer_engine=True
+    )
 
 
 @pytest.fixture(params=RUNS)
 def answers(request: pytest.FixtureRequest) -> Any:
-    return ask(request.param, BEGIN + WITH)
+    return ask(request.param, "with_plugin")
 
 
 def assert_none_lacks_a_field(answer: Any) -> None:
@@ -147,7 +84,7 @@ def assert_none_lacks_a_field(answer: Any) -> None:
 
 
 def test_without_the_plugin_the_flag_is_unknown_or_silently_ignored() -> None:
-    found = ask("0.16.1", BEGIN + WITHOUT, plugin=False)
+    found = ask("0.16.1", "without_plugin", plugin=False)
 
     assert found["constructor"].startswith("TypeError: ")
     assert "unexpected keyword argument 'enable_routing_replay'" in found["constructor"]
@@ -157,7 +94,7 @@ def test_without_the_plugin_the_flag_is_unknown_or_silently_ignored() -> None:
 
 def test_without_the_plugin_ids_land_on_the_decoder_that_was_thrown_away() -> None:
     """And nothing is raised: the model routes natively."""
-    found = ask("0.16.1", BEGIN + WITHOUT, plugin=False)["twice"]
+    found = ask("0.16.1", "without_plugin", plugin=False)["twice"]
 
     assert found == {
         "routers": 2,
@@ -183,7 +120,7 @@ def test_provided_models_replay_by_either_name_and_as_they_are_wrapped(answers: 
 def test_lora_on_routers_is_its_own_error(answers: Any) -> None:
     """Its wrapper takes no padding mask, which each Megatron that it imports with gives."""
     error = "TypeError: LoRATopKRouter.forward() takes 2 positional arguments but 3 were given"
-    without = ask("0.16.1", BEGIN + WITHOUT, plugin=False)
+    without = ask("0.16.1", "without_plugin", plugin=False)
 
     assert [answers["lora_on_the_router"], without["lora_on_the_router"]] == [error] * 2
 
@@ -201,7 +138,7 @@ def test_a_decoder_that_is_built_twice_replays_in_the_routers_that_run(answers: 
 
 
 def test_classes_that_were_there_before_the_plugin_have_the_fields() -> None:
-    found = ask("0.16.1", BEGIN + WITHOUT, plugin=False)["late"]
+    found = ask("0.16.1", "without_plugin", plugin=False)["late"]
     lacking, *others = found
 
     assert_none_lacks_a_field(lacking)
@@ -211,12 +148,14 @@ def test_classes_that_were_there_before_the_plugin_have_the_fields() -> None:
 @pytest.mark.parametrize("megatron", CANNOT)
 def test_releases_that_it_cannot_be_imported_with(megatron: str) -> None:
     """Neither with the plugin; it asks for 0.15 itself."""
-    assert ask(megatron, IMPORT).startswith(CANNOT[megatron])
+    error = trainers.run(IMPORT, megatron, BRIDGE, transformer_engine=True)
+
+    assert error.startswith(CANNOT[megatron])
 
 
 @pytest.mark.parametrize("megatron", BEYOND)
 def test_releases_beyond_its_pin_provide_a_model_but_do_not_wrap_it(megatron: str) -> None:
-    found = ask(megatron, BEGIN + OUTSIDE)
+    found = ask(megatron, "beyond_its_pin")
 
     assert {name: found[name] for name in BEYOND[megatron]} == BEYOND[megatron]
     assert_none_lacks_a_field(found["lacking"])

@@ -9,6 +9,7 @@ from helpers import interpreters
 from megatron.core import parallel_state
 from megatron.core.transformer import transformer_block, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from programs.megatron import layer_helpers
 
 import replay_patch
 from replay_patch.matrix import tiny
@@ -142,26 +143,4 @@ def test_every_module_that_imported_a_helper_has_the_same_one() -> None:
 
 
 def test_a_helper_that_somebody_wrapped_before_answers_for_the_stage_too() -> None:
-    code = """
-import functools, json
-from megatron.core.transformer import transformer_block, transformer_layer
-def wrapped(function):
-    @functools.wraps(function)
-    def stranger(*args, **kwargs):
-        return function(*args, **kwargs)
-    return stranger
-for module, name in ((transformer_layer, "get_transformer_layer_offset"),
-                     (transformer_block, "get_num_layers_to_build")):
-    setattr(module, name, wrapped(getattr(module, name)))
-import replay_patch
-replay_patch.activate()
-from replay_patch.matrix import tiny
-config = tiny.moe_config(
-    num_layers=5, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=2
-)
-print(json.dumps([(transformer_layer.get_transformer_layer_offset(config, pp_rank=rank),
-                   transformer_block.get_num_layers_to_build(config, pp_rank=rank))
-                  for rank in range(2)]))
-"""
-
-    assert interpreters.run(code, bed=True) == [[0, 2], [2, 3]]
+    assert interpreters.run(layer_helpers.wrapped_before, bed=True) == [[0, 2], [2, 3]]

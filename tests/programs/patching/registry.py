@@ -5,7 +5,7 @@ from pathlib import Path
 
 def new_patch(name: str) -> dict[str, str]:
     """What becomes of a patch of the module `name` that has the same name."""
-    import torch  # noqa: F401  it activates the plugin
+    import torch
 
     import replay_patch
     from replay_patch.patching.registry import patches

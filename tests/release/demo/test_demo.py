@@ -10,28 +10,15 @@ from typing import Any
 import megatron.core
 import pytest
 from helpers import interpreters
+from programs.demo import small_job
 
 from replay_patch.demo.launch import MEASURES, format_demo, run_demo
 from replay_patch.demo.rollout import SIZES
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.environments import NEWEST
 
-pytestmark = pytest.mark.mechanism
-
 MEGATRON = Path(megatron.core.__file__).parents[2]
 MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-
-JOB = """
-import json
-from replay_patch.demo.experiment import run
-from replay_patch.demo.model import Sizes
-from replay_patch.errors import ReplayPatchError
-
-sizes = Sizes(
-    layers=4, hidden=32, experts=16, vocabulary=64, init_std=0.2,
-    sequences=8, prompt=4, length=16, steps=2,
-)
-"""
 
 on_the_newest = pytest.mark.skipif(
     megatron.core.__version__ != NEWEST,
@@ -45,10 +32,10 @@ on_the_newest = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """Of the seeds 0, 0, 1 in one process."""
-    code = JOB + "print(json.dumps([run(seed, sizes) for seed in (0, 0, 1)]))"
-    return interpreters.run(code, REPLAY_PATCH="1")
+    return interpreters.run(small_job.results, 0, 0, 1, REPLAY_PATCH="1")
 
 
+@pytest.mark.mechanism
 def test_replay_repeats_every_captured_decision(
     results: list[dict[str, Any]], megatron_version: str
 ) -> None:
@@ -62,6 +49,7 @@ def test_replay_repeats_every_captured_decision(
         assert 0 < replayed["kl"] < without["kl"]
 
 
+@pytest.mark.mechanism
 def test_a_seed_gives_the_same_numbers_again(results: list[dict[str, Any]]) -> None:
     first, again, other = results
 
@@ -72,24 +60,9 @@ def test_a_seed_gives_the_same_numbers_again(results: list[dict[str, Any]]) -> N
         assert first["loss"][run] != other["loss"][run]
 
 
+@pytest.mark.mechanism
 def test_replay_that_does_not_hold_is_an_error() -> None:
-    tampered = """
-from replay_patch.replay import router_replay
-
-def choose(replay, scores, topk, num_groups, group_topk, native, original=router_replay.choose):
-    original(replay, scores, topk, num_groups, group_topk, native)  # keeps all its books
-    return native(scores, topk, num_groups=num_groups, group_topk=group_topk)
-
-router_replay.choose = choose
-try:
-    run(0, sizes)
-except ReplayPatchError as error:
-    print(json.dumps(str(error)))
-else:
-    print(json.dumps("no error"))
-"""
-
-    error = interpreters.run(JOB + tampered, REPLAY_PATCH="1")
+    error = interpreters.run(small_job.tampered, REPLAY_PATCH="1")
 
     assert "replay did not hold: in training step 1" in error
     assert "router decisions differ from the rollout's; expected none" in error
@@ -159,6 +132,7 @@ def test_the_plot_is_an_image(command: Demo) -> None:
 # --- jobs that cannot run ---------------------------------------------------------------------
 
 
+@pytest.mark.mechanism
 def test_a_folder_without_megatron_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReplayPatchError, match=f"{tmp_path} holds no megatron/core"):
         run_demo(megatron_path=tmp_path)

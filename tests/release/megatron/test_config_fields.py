@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers import interpreters
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from programs.megatron import config_classes
 from standins.mindspeed.core.megatron_basic import arguments_basic
 
 import replay_patch
@@ -136,63 +137,14 @@ def test_the_base_accepts_a_trainers_provider_in_a_real_model() -> None:
     assert [m.router_replay.layer_number for m in model.modules() if hasattr(m, "topk")] == [1, 2]
 
 
-BEFORE = """
-import dataclasses, json
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-@dataclasses.dataclass
-class Early(MLATransformerConfig):
-    extra: int = 3
-
-@dataclasses.dataclass
-class Child(Early):
-    pass
-
-@dataclasses.dataclass
-class Own(TransformerConfig):
-    enable_routing_replay: bool = True
-"""
-
-
 def test_classes_made_before_activation() -> None:
-    code = (
-        BEFORE
-        + """
-import replay_patch
-replay_patch.activate()
-sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2)
-out = []
-for cls in (TransformerConfig, MLATransformerConfig, Early, Child):
-    on = cls(**sizes, enable_routing_replay=True, moe_router_fusion=True)
-    out.append([on.enable_routing_replay, on.moe_router_fusion, cls(**sizes).enable_routing_replay])
-out.append([Own(**sizes).enable_routing_replay, Own(**sizes, enable_routing_replay=False)
-            .enable_routing_replay])
-print(json.dumps(out))
-"""
-    )
-
-    assert interpreters.run(code, bed=True) == [[True, True, False]] * 4 + [[True, False]]
+    assert interpreters.run(config_classes.made_before, bed=True) == [[True, True, False]] * 4 + [
+        [True, False]
+    ]
 
 
 def test_deactivation_gives_the_classes_back() -> None:
-    code = (
-        BEFORE
-        + """
-import replay_patch
-def state():
-    return {c: (dict(vars(c)), dict(c.__dataclass_fields__))
-            for c in (TransformerConfig, MLATransformerConfig, Early, Own)}
-before = state()
-replay_patch.activate()
-assert state() != before
-replay_patch.deactivate()
-after = state()
-same = [c.__name__ for c in before if after[c] == before[c]]
-print(json.dumps([same, list(replay_patch.status().problems)]))
-"""
-    )
-
-    assert interpreters.run(code, bed=True) == [
+    assert interpreters.run(config_classes.given_back, bed=True) == [
         ["TransformerConfig", "MLATransformerConfig", "Early", "Own"],
         [],
     ]
@@ -231,63 +183,16 @@ def test_mindspeed_with_the_flag_on_its_command_line(mindspeed: dict[str, Any]) 
     assert replay_enabled(on)
 
 
-AFTERWARDS = """
-import replay_patch
-replay_patch.activate()
-sizes = dict(num_layers=2, hidden_size=8, num_attention_heads=2)
-"""
-
-
 def test_what_an_own_init_or_post_init_makes_of_the_value_stays() -> None:
-    code = (
-        """
-import dataclasses, json
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-@dataclasses.dataclass
-class Deciding(TransformerConfig):
-    def __post_init__(self):
-        super().__post_init__()
-        self.seen = getattr(self, "enable_routing_replay", None)
-        self.enable_routing_replay = False
-
-class Naming(TransformerConfig):
-    def __init__(self, layers, enable_routing_replay=False):
-        super().__init__(num_layers=layers, hidden_size=8, num_attention_heads=2)
-        self.mirror = enable_routing_replay
-
-class Closed(TransformerConfig):
-    def __init__(self, layers):
-        super().__init__(num_layers=layers, hidden_size=8, num_attention_heads=2)
-"""
-        + AFTERWARDS
-        + """
-deciding = Deciding(**sizes, enable_routing_replay=True)
-naming = Naming(2, enable_routing_replay=True)
-closed = Closed(2, enable_routing_replay=True)
-print(json.dumps([deciding.seen, deciding.enable_routing_replay, naming.mirror,
-                  closed.enable_routing_replay, Closed(2).enable_routing_replay]))
-"""
-    )
-
-    assert interpreters.run(code, bed=True) == [True, False, True, True, False]
+    assert interpreters.run(config_classes.decided_by_the_class, bed=True) == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_classes_that_share_their_fields() -> None:
     """`slots=True` makes a second class, and the first lives on until it is collected."""
-    code = (
-        """
-import dataclasses, json
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-@dataclasses.dataclass(slots=True)
-class Slots(TransformerConfig):
-    extra: int = 3
-"""
-        + AFTERWARDS
-        + """
-print(json.dumps(Slots(**sizes, enable_routing_replay=True).enable_routing_replay))
-"""
-    )
-
-    assert interpreters.run(code, bed=True) is True
+    assert interpreters.run(config_classes.with_slots, bed=True) is True

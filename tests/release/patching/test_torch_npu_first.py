@@ -15,27 +15,13 @@ import replay_patch
 
 pytestmark = pytest.mark.mechanism
 
+JOB = interpreters.TESTS / "programs" / "patching" / "torch_npu_first.py"
 STANDINS = Path(replay_patch.__file__).parent / "matrix" / "standins"
-JOB = """
-import json
-import torch_npu
-import torch
-from replay_patch.megatron import no_triton
-no_triton.provide()
-import torch_npu.contrib.transfer_to_npu
-from megatron.core.models.gpt import GPTModel
-import replay_patch
-status = replay_patch.status()
-try:
-    replay_patch.recording(torch.nn.Linear(1, 1))
-except Exception as error:
-    refused = f"{type(error).__name__}: {error}"
-print(json.dumps([status.active, status.trigger, status.problems, refused]))
-"""
 
 
-def job(*before: str, code: str = JOB) -> Any:
-    done = interpreters.python("-W", "ignore", *before, "-c", code, path=STANDINS, REPLAY_PATCH="1")
+def job(*before: str, args: tuple[str, ...] = ()) -> Any:
+    command = ("-W", "ignore", *before, str(JOB), *args)
+    done = interpreters.python(*command, path=STANDINS, REPLAY_PATCH="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -52,15 +38,17 @@ def test_alone_it_is_said_and_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "before, code, expected",
+    "before, args, expected",
     [
-        ((), "import replay_patch.auto\n" + JOB, "replay_patch.auto"),
-        (("-m", "replay_patch.cli", "run", "--", sys.executable), JOB, "replay-patch run"),
+        ((), ("auto",), "replay_patch.auto"),
+        (("-m", "replay_patch.cli", "run", "--", sys.executable), (), "replay-patch run"),
     ],
     ids=["auto", "run"],
 )
-def test_either_way_out_activates_all(before: tuple[str, ...], code: str, expected: str) -> None:
-    active, trigger, problems, refused = job(*before, code=code)
+def test_either_way_out_activates_all(
+    before: tuple[str, ...], args: tuple[str, ...], expected: str
+) -> None:
+    active, trigger, problems, refused = job(*before, args=args)
 
     assert [active, trigger, problems] == [True, expected, []]
     assert refused.startswith("RouteError: ")  # a model without routers; the plugin is there

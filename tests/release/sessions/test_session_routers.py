@@ -1,6 +1,5 @@
 """Routers of every kind in a session: recorded and replayed to the last bit, as without one."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from helpers.exactness import (
     some_ids,
 )
 from helpers.routers import OneRouter
+from programs.sessions import compiled_router
 
 from replay_patch import RouteError, Routes, TokenLayout, recording, replaying
 
@@ -88,39 +88,9 @@ def test_a_router_in_a_cuda_graph_is_refused_on_entering() -> None:
         recording(OneRouter(router)).__enter__()
 
 
-COMPILED = """
-import json
-from replay_patch.matrix import cpu, tiny
-cpu.install(torch_compile=True)
-tiny.init()
-import torch
-from torch._dynamo.utils import counters
-from helpers.routers import OneRouter, as_map, make_config
-from replay_patch import Routes, TokenLayout, replaying
-
-S, B, E, K = 4, 2, 6, 2
-chunk = OneRouter(tiny.router(make_config()))
-whole = chunk.router.forward
-chunk.router.forward = torch.compile(lambda hidden: whole(hidden), backend="eager")
-right, frames = [], []
-for _ in range(12):
-    ids = torch.rand(B, S, 1, E).argsort(3)[..., :K]
-    with replaying(chunk) as replay:
-        layout = TokenLayout.padded([S] * B, S)
-        replay.load(chunk, [Routes(one, E) for one in ids], layout)
-        probs, routing_map = chunk(torch.randn(S, B, 16))
-        probs.sum().backward()
-    right.append(torch.equal(routing_map, as_map(ids[:, :, 0].transpose(0, 1).flatten(0, 1), E)))
-    frames.append(counters["frames"]["total"])
-print(json.dumps([right, frames]))
-"""
-
-
 @pytest.mark.mechanism
 def test_a_compiled_router_is_not_compiled_again_for_each_session() -> None:
-    helpers = Path(__file__).parents[2]
-
-    right, frames = interpreters.run(COMPILED, path=helpers, REPLAY_PATCH="1")
+    right, frames = interpreters.run(compiled_router.replayed, REPLAY_PATCH="1")
 
     assert all(right)
     assert frames[3:] == frames[3:4] * 9

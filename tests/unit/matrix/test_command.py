@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers import interpreters
+from programs.matrix import cpu_bed
 
 from replay_patch import cli
 from replay_patch.matrix import planning, runner
@@ -67,15 +68,7 @@ def test_the_list_of_some(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_list_loads_no_torch() -> None:
-    code = """
-        import contextlib, json, sys
-        from replay_patch import cli
-        with contextlib.redirect_stdout(sys.stderr):
-            cli.main(["matrix", "--list"])
-        print(json.dumps([m for m in ("torch", "megatron") if m in sys.modules]))
-    """
-
-    assert interpreters.run(code) == []
+    assert interpreters.run(cpu_bed.listed) == []
 
 
 def test_checks_depend_on_patches_that_there_are() -> None:

@@ -5,101 +5,51 @@ from pathlib import Path
 
 import pytest
 from helpers.interpreters import python, run
-
-STATUS = """
-import json, torch, replay_patch
-s = replay_patch.status()
-print(json.dumps([s.enabled, s.active, s.trigger]))
-"""
+from programs.patching import activation
 
 
 @pytest.mark.parametrize("env", [{}, {"REPLAY_PATCH": "0"}, {"REPLAY_PATCH": "off"}])
 def test_off_loads_nothing_but_the_entry_module(env: dict[str, str]) -> None:
-    code = """
-        import json, sys, torch
-        print(json.dumps(sorted(m for m in sys.modules
-                                if m.split(".")[0] in ("replay_patch", "wrapt", "megatron"))))
-    """
-
-    assert run(code, **env) == ["replay_patch", "replay_patch.autoload"]
+    assert run(activation.loaded, "replay_patch", "wrapt", "megatron", **env) == [
+        "replay_patch",
+        "replay_patch.autoload",
+    ]
 
 
 def test_off_registers_nothing() -> None:
-    code = """
-        import json, sys
-        before = list(sys.meta_path)
-        import torch
-        print(json.dumps([repr(f) for f in sys.meta_path if f not in before and
-                          "torch" not in type(f).__module__ + getattr(f, "__module__", "")]))
-    """
-
-    assert run(code) == []
+    assert run(activation.new_finders) == []
 
 
 def test_torch_activates_it() -> None:
-    assert run(STATUS, REPLAY_PATCH="1") == [True, True, "torch.backends"]
+    assert run(activation.status, REPLAY_PATCH="1") == [True, True, "torch.backends"]
 
 
 def test_activation_imports_no_megatron_and_touches_no_torch() -> None:
-    code = """
-        import json, sys
-        import replay_patch.auto
-        print(json.dumps([m for m in sys.modules if m.split(".")[0] in ("megatron", "torch")]))
-    """
-
-    assert run(code, REPLAY_PATCH="1") == []
+    assert run(activation.loaded_by_auto, REPLAY_PATCH="1") == []
 
 
 def test_without_torchs_autoload_it_is_off_until_asked() -> None:
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "REPLAY_PATCH": "1"}
 
-    assert run(STATUS, **off) == [True, False, None]
-    assert run("import replay_patch.auto\n" + STATUS, **off) == [True, True, "replay_patch.auto"]
+    assert run(activation.status, **off) == [True, False, None]
+    assert run(activation.status, "auto", **off) == [True, True, "replay_patch.auto"]
 
 
 def test_replay_patch_auto_obeys_the_variable() -> None:
-    assert run("import replay_patch.auto\n" + STATUS) == [False, False, None]
+    assert run(activation.status, "auto") == [False, False, None]
 
 
 def test_explicit_activation_needs_no_variable() -> None:
-    code = "import replay_patch; replay_patch.activate()\n" + STATUS
-
-    assert run(code) == [True, True, "activate()"]
+    assert run(activation.status, "activate") == [True, True, "activate()"]
 
 
 def test_deactivation_takes_everything_back() -> None:
-    code = """
-        import json, sys
-        before = [f for f in sys.meta_path]
-        import replay_patch
-        replay_patch.activate()
-        replay_patch.deactivate()
-        status = replay_patch.deactivate()
-        left = [type(f).__name__ for f in sys.meta_path if f not in before]
-        print(json.dumps([status.active, status.trigger, status.problems, left]))
-    """
-
     # wrapt's finder is wrapt's own, and may serve others.
-    assert run(code) == [False, None, [], ["ImportHookFinder"]]
+    assert run(activation.deactivated) == [False, None, [], ["ImportHookFinder"]]
 
 
 def test_a_value_that_is_not_understood_warns_at_load_and_refuses_at_use() -> None:
-    code = """
-        import json, logging, io
-        heard = io.StringIO()
-        logging.basicConfig(stream=heard)
-        import torch, replay_patch
-        from replay_patch.patching import activation
-        out = [heard.getvalue(), list(replay_patch.status().problems)]
-        for use in (replay_patch.activate, lambda: activation.require_replay("replay")):
-            try:
-                use()
-            except replay_patch.ReplayPatchError as error:
-                out.append(f"{type(error).__name__}: {error}")
-        print(json.dumps(out))
-    """
-
-    heard, problems, at_activate, at_use = run(code, REPLAY_PATCH="maybe")
+    heard, problems, at_activate, at_use = run(activation.refusals, REPLAY_PATCH="maybe")
 
     wanted = "REPLAY_PATCH='maybe' is not understood"
     assert wanted in heard
@@ -110,32 +60,14 @@ def test_a_value_that_is_not_understood_warns_at_load_and_refuses_at_use() -> No
 
 
 def test_an_unknown_patch_in_skip_is_an_error() -> None:
-    code = """
-        import json, replay_patch
-        try:
-            replay_patch.activate()
-        except replay_patch.SettingsError as error:
-            print(json.dumps(str(error)))
-    """
-
-    error = run(code, REPLAY_PATCH_SKIP="config_field")
+    error = run(activation.settings_error, REPLAY_PATCH_SKIP="config_field")
 
     assert error.startswith("REPLAY_PATCH_SKIP names config_field; known: config_fields, ")
 
 
 def test_a_failure_inside_the_entry_point_leaves_torch_importable(tmp_path: Path) -> None:
     (tmp_path / "wrapt.py").write_text("raise ImportError('a broken wrapt')")
-    code = """
-        import json, logging, io
-        heard = io.StringIO()
-        logging.basicConfig(stream=heard)
-        import torch
-        import replay_patch
-        problems = list(replay_patch.status().problems)
-        print(json.dumps([torch.ones(1).item(), heard.getvalue(), problems]))
-    """
-
-    one, heard, problems = run(code, path=tmp_path, REPLAY_PATCH="1")
+    one, heard, problems = run(activation.torch_after_a_failure, path=tmp_path, REPLAY_PATCH="1")
 
     assert one == 1.0
     assert problems == ["activation failed: ImportError: a broken wrapt"]
@@ -165,15 +97,7 @@ def test_entry_points() -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = """
-        import json, sys, replay_patch
-        hasattr(replay_patch, "topk_softmax_with_capacity")
-        print(json.dumps([m for m in sys.modules
-                          if m.split(".")[0] in ("torch", "numpy", "wrapt", "megatron")
-                          or m.startswith("replay_patch.")]))
-    """
-
-    assert run(code) == []
+    assert run(activation.loaded_by_the_package) == []
 
 
 def test_an_activation_that_fails_is_in_the_status_with_its_error(tmp_path: Path) -> None:
@@ -186,13 +110,7 @@ def test_an_activation_that_fails_is_in_the_status_with_its_error(tmp_path: Path
         "            raise ImportError('a distinctive text')\n"
         "sys.meta_path.insert(0, Broken())\n"
     )
-    code = """
-        import json, torch, replay_patch
-        s = replay_patch.status()
-        print(json.dumps([s.enabled, s.active, list(s.problems)]))
-    """
-
-    enabled, active, problems = run(code, path=tmp_path, REPLAY_PATCH="1")
+    enabled, active, problems = run(activation.problems, path=tmp_path, REPLAY_PATCH="1")
 
     assert (enabled, active) == (True, False)
     assert "activation failed: ImportError: a distinctive text" in problems

@@ -1,28 +1,24 @@
 """Modules of the tests' own, on disk, imported in a fresh interpreter."""
 
+import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-PRELUDE = """
-import sys
-from replay_patch.patching.import_hooks import when_imported
-def told(name):
-    def complete():
-        print("complete:", sorted(vars(sys.modules[name]).keys() & {"a", "z"}))
-    when_imported(name, complete)
-"""
+from programs.patching import import_hooks
 
 
-def run(folder: Path, code: str, **modules: str) -> list[str]:
+def run(folder: Path, function: Callable[[], None], **modules: str) -> list[str]:
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        [sys.executable, str(import_hooks.__file__), function.__name__],
         cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
         text=True,
         capture_output=True,
     )
@@ -31,11 +27,11 @@ def run(folder: Path, code: str, **modules: str) -> list[str]:
 
 
 def test_now_if_imported(tmp_path: Path) -> None:
-    assert run(tmp_path, "import m; told('m')", m="a = z = 1") == ["complete: ['a', 'z']"]
+    assert run(tmp_path, import_hooks.imported_before, m="a = z = 1") == ["complete: ['a', 'z']"]
 
 
 def test_later_if_not_imported(tmp_path: Path) -> None:
-    out = run(tmp_path, "told('m'); print('waiting'); import m", m="a = z = 1")
+    out = run(tmp_path, import_hooks.imported_later, m="a = z = 1")
 
     assert out == ["waiting", "complete: ['a', 'z']"]
 
@@ -49,20 +45,9 @@ def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, times: in
         print("in the middle")
         z = 1
     """
-    out = run(tmp_path, "import m; print(type(m.__spec__).__mro__[0].__module__)", m=m)
+    out = run(tmp_path, import_hooks.told_by_the_module, m=m)
 
     assert out == ["in the middle", *["complete: ['a', 'z']"] * times, "_frozen_importlib"]
-
-
-RETRY = """
-import os
-try:
-    import m
-except ImportError as error:
-    print(error)
-os.environ["FIXED"] = "1"
-import m
-"""
 
 
 def test_an_import_that_fails_and_then_succeeds(tmp_path: Path) -> None:
@@ -74,7 +59,10 @@ def test_an_import_that_fails_and_then_succeeds(tmp_path: Path) -> None:
         z = 1
     """
 
-    assert run(tmp_path, "told('m')" + RETRY, m=m) == ["broken", "complete: ['a', 'z']"]
+    assert run(tmp_path, import_hooks.told_before_a_failure, m=m) == [
+        "broken",
+        "complete: ['a', 'z']",
+    ]
 
 
 def test_an_import_that_fails_while_it_is_waited_for(tmp_path: Path) -> None:
@@ -88,4 +76,4 @@ def test_an_import_that_fails_while_it_is_waited_for(tmp_path: Path) -> None:
         z = 1
     """
 
-    assert run(tmp_path, RETRY, m=m) == ["broken", "complete: ['a', 'z']"]
+    assert run(tmp_path, import_hooks.failing_first, m=m) == ["broken", "complete: ['a', 'z']"]
