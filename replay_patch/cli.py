@@ -10,13 +10,16 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replay_patch import __version__
 from replay_patch.errors import ReplayPatchError
 
+if TYPE_CHECKING:
+    from replay_patch.matrix.registry import Check
+
 _SITE = Path(__file__).with_name("site")
-_LONGEST = 1_000_000  # seconds; some more, and timers overflow
+_LONGEST_SECONDS = 1_000_000  # some more, and timers overflow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,18 +152,19 @@ def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
 
 
 def _write(what: str, path: str, text: str) -> None:
-    with _named(what, path):
+    with _write_errors(what, path):
         Path(path).write_text(text, encoding="utf-8")
 
 
 def _check_writable(what: str, path: str) -> None:
     """Before the work, not after."""
-    with _named(what, path):
+    with _write_errors(what, path):
         Path(path).open("a").close()
 
 
 @contextlib.contextmanager
-def _named(what: str, path: str) -> Iterator[None]:
+def _write_errors(what: str, path: str) -> Iterator[None]:
+    """Give an OSError of the block the name of the file, as an error of ours."""
     try:
         yield
     except OSError as error:
@@ -179,7 +183,7 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _listed(text: str) -> list[str]:
+def _comma_separated(text: str) -> list[str]:
     """The parts of "a, b,"."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -191,57 +195,72 @@ def _matrix(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    names = list(CHECKS) if args.only is None else _listed(args.only)
+    names = list(CHECKS) if args.only is None else _comma_separated(args.only)
     unknown = [name for name in names if name not in CHECKS]
     if unknown or not names:
         known = ", ".join(CHECKS)
         raise ReplayPatchError(f"--only: unknown {', '.join(unknown) or 'nothing'}; known: {known}")
     checks = [check for check in CHECKS.values() if check.name in names]
     if args.list:
-        rows = [
-            {
-                "name": c.name,
-                "proves": c.sentence,
-                "ranks": c.ranks,
-                "mindspeed": c.mindspeed,
-                "patches": list(c.patches),
-            }
-            for c in checks
-        ]
-        shown = [
-            textwrap.fill(f"{c.name:17}{c.sentence}", 98, subsequent_indent=" " * 17)
-            for c in checks
-        ]
-        _report(args, {"checks": rows}, "\n".join(shown))
+        _list_checks(args, checks)
         return 0
-    if args.jobs is not None and args.jobs < 1:
-        raise ReplayPatchError(f"--jobs {args.jobs}; expected at least 1")
-    if not 0 < args.timeout <= _LONGEST:
-        raise ReplayPatchError(
-            f"--timeout {args.timeout:g}; expected seconds, more than 0 and up to {_LONGEST}"
-        )
-    xml, markdown = ("JUnit XML", args.junit), ("Markdown", args.markdown)
-    for what, path in (xml, markdown, ("JSON", args.json)):
-        if path not in (None, "-"):
-            _check_writable(what, path)
+    _check_matrix_options(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # how a CI says Ctrl-C
-    for option in ("megatron", "megatron_path", "mindspeed_path"):
-        for given in getattr(args, option):
-            if not _listed(given):  # an unset variable of a CI: it does not mean the installed one
-                name = option.replace("_", "-")
-                raise ReplayPatchError(f"--{name} {given!r} is empty; leave it out, or name one")
-    releases = [release for given in args.megatron for release in _listed(given)]
+    releases = [release for value in args.megatron for release in _comma_separated(value)]
     paths = (args.megatron_path, args.mindspeed_path)
     environments = planning.plan(releases, *paths, cache=args.cache, say=say)
     if all(check.mindspeed for check in checks) and not any(e.mindspeed for e in environments):
         raise ReplayPatchError("--only names checks of MindSpeed alone: say --mindspeed-path DIR")
     matrix = runner.run(environments, checks, jobs=args.jobs, timeout=args.timeout, say=say)
     with contextlib.ExitStack() as stack:  # what cannot be written keeps nothing else back
-        for (what, path), make in ((xml, report.junit), (markdown, report.markdown)):
+        for (what, path), make in zip(_files(args), (report.junit, report.markdown), strict=True):
             if path is not None:
                 stack.callback(_write, what, path, make(matrix))
         _report(args, matrix.to_dict(), report.table(matrix))
     return 130 if matrix.interrupted else 0 if matrix.green else 1
+
+
+def _check_matrix_options(args: argparse.Namespace) -> None:
+    """Before the work, not after."""
+    if args.jobs is not None and args.jobs < 1:
+        raise ReplayPatchError(f"--jobs {args.jobs}; expected at least 1")
+    if not 0 < args.timeout <= _LONGEST_SECONDS:
+        raise ReplayPatchError(
+            f"--timeout {args.timeout:g}; expected seconds, more than 0 and up to "
+            f"{_LONGEST_SECONDS}"
+        )
+    for what, path in (*_files(args), ("JSON", args.json)):
+        if path not in (None, "-"):
+            _check_writable(what, path)
+    for option in ("megatron", "megatron_path", "mindspeed_path"):
+        for value in getattr(args, option):
+            # An unset variable of a CI does not mean the installed one.
+            if not _comma_separated(value):
+                name = option.replace("_", "-")
+                raise ReplayPatchError(f"--{name} {value!r} is empty; leave it out, or name one")
+
+
+def _files(args: argparse.Namespace) -> tuple[tuple[str, str | None], ...]:
+    """What else is written, and where."""
+    return ("JUnit XML", args.junit), ("Markdown", args.markdown)
+
+
+def _list_checks(args: argparse.Namespace, checks: "Sequence[Check]") -> None:
+    rows = [
+        {
+            "name": check.name,
+            "proves": check.sentence,
+            "ranks": check.ranks,
+            "mindspeed": check.mindspeed,
+            "patches": list(check.patches),
+        }
+        for check in checks
+    ]
+    shown = [
+        textwrap.fill(f"{check.name:17}{check.sentence}", 98, subsequent_indent=" " * 17)
+        for check in checks
+    ]
+    _report(args, {"checks": rows}, "\n".join(shown))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -41,9 +41,9 @@ def examine() -> dict[str, Any]:
     status = activation.status()
     problems = [*_installation_problems(status.trigger), *status.problems, *errors]
     versions = {name: _version(name) for name in _PACKAGES}
-    moved: dict[str, Any] = {"drift": [], "problem": None}
+    megatron_drift: dict[str, Any] = {"drift": [], "problem": None}
     if status.enabled and versions["megatron.core"] is not None:
-        moved = examination.examine()
+        megatron_drift = examination.examine()
     return {
         "enabled": status.enabled,
         "active": status.active and not problems,
@@ -52,8 +52,8 @@ def examine() -> dict[str, Any]:
         "settings": status.to_dict()["settings"],
         "patches": _rows(status),
         "problems": problems if status.enabled else [],
-        "drift": moved["drift"],
-        "drift_problem": moved["problem"],
+        "drift": megatron_drift["drift"],
+        "drift_problem": megatron_drift["problem"],
     }
 
 
@@ -85,8 +85,8 @@ def format_report(report: dict[str, Any]) -> str:
     else:
         head = "replay-patch was asked for and is NOT fully active."
     lines = [head, "", "Installed here:"]
-    for name, found in report["versions"].items():
-        shown = "not installed" if found is None else f"{found['version']:16}{found['path']}"
+    for name, version in report["versions"].items():
+        shown = "not installed" if version is None else f"{version['version']:16}{version['path']}"
         lines.append(f"  {name:16}{shown}")
     if report["enabled"]:
         lines += ["", "Patches (`replay-patch patches` says why each exists):"]
@@ -185,26 +185,28 @@ def _installation_problems(trigger: str | None) -> list[str]:
 
 
 def _metadata_problems() -> list[str]:
-    here = Path(__file__).parent
-    found = list(importlib.metadata.distributions(name="replay-patch"))
-    if not found:
-        return [f"{here} is on the path without its metadata: install it with pip"]
-    first, problems = found[0], []
+    package = Path(__file__).parent
+    distributions = list(importlib.metadata.distributions(name="replay-patch"))
+    if not distributions:
+        return [f"{package} is on the path without its metadata: install it with pip"]
+    first, problems = distributions[0], []
+    folder = _metadata_folder(first)
     if not any(p.group == "torch.backends" for p in first.entry_points):
         problems.append(
-            f"the replay-patch metadata at {_place(first)} has no entry point (a stale dist-info "
-            "or egg-info?), and hides the installed one. Remove it"
+            f"the replay-patch metadata at {folder} has no entry point (a stale dist-info or "
+            "egg-info?), and hides the installed one. Remove it"
         )
     if first.version != __version__:
         problems.append(
-            f"the metadata first on the path is of replay-patch {first.version} ({_place(first)}), "
-            f"the code is {__version__} ({here}). Remove one of the two"
+            f"the metadata first on the path is of replay-patch {first.version} ({folder}), the "
+            f"code is {__version__} ({package}). Remove one of the two"
         )
-    if len({_place(d) for d in found}) > 1:
-        places = ", ".join(dict.fromkeys(_place(d) for d in found))
-        problems.append(f"replay-patch is installed more than once: {places}. Remove all but one")
+    folders = dict.fromkeys(map(_metadata_folder, distributions))
+    if len(folders) > 1:
+        shown = ", ".join(folders)
+        problems.append(f"replay-patch is installed more than once: {shown}. Remove all but one")
     return problems
 
 
-def _place(distribution: importlib.metadata.Distribution) -> str:
+def _metadata_folder(distribution: importlib.metadata.Distribution) -> str:
     return str(getattr(distribution, "_path", "?"))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay_patch.drift.fingerprints import UNSEEN, Fingerprint, moved
+from replay_patch.drift.fingerprints import UNSEEN, Fingerprint, differences
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.registry import patches
 
@@ -91,7 +91,7 @@ def compare(
         if target.startswith(NEEDED):
             what = _need_in_words(live[target], nearest if same else "the tested releases")
         else:
-            what = "; ".join(moved(tested[target][nearest], live[target], nearest))
+            what = "; ".join(differences(tested[target][nearest], live[target], nearest))
         if same:
             what += f" (as on {same[-1]}; the combination is not tested)"
         items += [

@@ -44,19 +44,19 @@ def of_target(target: str) -> Fingerprint:
     raises: what is not there has the kind "absent", what cannot be looked at "unseen".
     """
     module, _, path = target.partition(":")
-    problem = _problem(module)
+    problem = _import_problem(module)
     if problem is not None:
         return problem
     try:
-        found = probe.find(target) if path else sys.modules[module]
-        return {"kind": ABSENT} if found is None else fingerprint(found)
+        live_object = probe.find(target) if path else sys.modules[module]
+        return {"kind": ABSENT} if live_object is None else fingerprint(live_object)
     except Exception as error:  # noqa: BLE001 - a stranger's object may answer in any way
         return {"kind": UNSEEN, "reason": f"{target}: {type(error).__name__}: {error}"}
 
 
 def of_need(patch: Patch) -> Fingerprint:
     """Whether the patch is needed here, as the kind: "needed", "not needed", or an error's name."""
-    problems = [p for p in map(_problem, patch.modules) if p and p["kind"] == UNSEEN]
+    problems = [p for p in map(_import_problem, patch.modules) if p and p["kind"] == UNSEEN]
     if problems:
         return problems[0]
     try:
@@ -87,7 +87,7 @@ def fingerprint(thing: Any) -> Fingerprint:
 
 
 @functools.cache  # what fails to be imported is slow to fail, and has many targets
-def _problem(module: str) -> Fingerprint | None:
+def _import_problem(module: str) -> Fingerprint | None:
     """Import a module; None if that worked."""
     try:
         importlib.import_module(module)
@@ -227,7 +227,7 @@ _PARTS = {
 }
 
 
-def moved(old: Fingerprint, new: Fingerprint, nearest: str) -> list[str]:
+def differences(old: Fingerprint, new: Fingerprint, nearest: str) -> list[str]:
     """What differs, in words that go on from the name of the target."""
     if new["kind"] == ABSENT:
         return ["is gone" + (f": {new['reason']}" if "reason" in new else "")]
@@ -246,10 +246,10 @@ def moved(old: Fingerprint, new: Fingerprint, nearest: str) -> list[str]:
         ]
         added = [now[n] for n in now if n not in before]
         removed = [n for n in before if n not in now]
-        said = [fresh.format(_shown(added))] * bool(added)
-        said += [gone.format(_shown(removed))] * bool(removed) + changed
-        words += [f"its code {w}" for w in said] if part == "names" else said
-        if not said and old.get(part) != new.get(part):
+        sentences = [fresh.format(_shown(added))] * bool(added)
+        sentences += [gone.format(_shown(removed))] * bool(removed) + changed
+        words += [f"its code {s}" for s in sentences] if part == "names" else sentences
+        if not sentences and old.get(part) != new.get(part):
             words.append(f"has its {part} in another order: {', '.join(new[part])}")
     if new.get("code") != old.get("code") and new["names"] == old["names"]:
         words.append("its code has changed (" + "same signature, " * (not words) + "same names)")

@@ -126,7 +126,7 @@ def _rank_main(
 ) -> None:
     status = 1
     trace = _outcome(Path(folder), rank, "trace").open("w")
-    faulthandler.register(signal.SIGUSR1, trace)  # where it hangs: see `cells`
+    faulthandler.register(signal.SIGUSR1, trace)  # where it hangs: see `cell_processes`
     try:
         result = fn(rank, world, os.path.join(folder, "rendezvous"), *args)
         _outcome(Path(folder), rank).write_bytes(pickle.dumps(result))
@@ -168,9 +168,9 @@ def _check(fn: Callable[..., Any], ranks: list[Any], folder: Path, timed_out: fl
     if not any(codes) and timed_out is None:
         return
     name = getattr(fn, "__name__", repr(fn))
-    what = f"launch({name}): exit codes by rank {codes}"
+    text = f"launch({name}): exit codes by rank {codes}"
     if timed_out is not None:
-        what += f", still running after {timed_out:g} s and killed"
-    texts = [_outcome(folder, rank, "error") for rank in range(len(ranks))]
-    shown = [f"--- rank {i}\n{text.read_text()}" for i, text in enumerate(texts) if text.exists()]
-    raise RuntimeError("\n".join([what, *shown]))
+        text += f", still running after {timed_out:g} s and killed"
+    files = [_outcome(folder, rank, "error") for rank in range(len(ranks))]
+    shown = [f"--- rank {i}\n{file.read_text()}" for i, file in enumerate(files) if file.exists()]
+    raise RuntimeError("\n".join([text, *shown]))

@@ -16,8 +16,8 @@ def table(matrix: Matrix) -> str:
     """Checks as rows, environments as columns, and what the words mean."""
     names, columns, status = _grid(matrix.cells)
     width = max((len(name) for name in names), default=0) + 2
-    widths = [max(len(_head(column)), 5) + 2 for column in columns]
-    heads = "".join(f"{_head(c):>{w}}" for c, w in zip(columns, widths, strict=True))
+    widths = [max(len(_column_name(column)), 5) + 2 for column in columns]
+    heads = "".join(f"{_column_name(c):>{w}}" for c, w in zip(columns, widths, strict=True))
     lines = [" " * width + heads]
     for name in names:
         shown = [_SHOWN[status[name, column]] for column in columns]
@@ -49,7 +49,7 @@ def junit(matrix: Matrix) -> str:
         suite = ET.SubElement(
             root,
             "testsuite",
-            name=f"Megatron-core {_head(column)}",
+            name=f"Megatron-core {_column_name(column)}",
             tests=str(len(cells)),
             failures=count["fail"],
             errors=count["error"],
@@ -57,7 +57,7 @@ def junit(matrix: Matrix) -> str:
             time=f"{sum(cell.seconds for cell in cells):.2f}",
         )
         for cell in cells:
-            where = {"classname": f"replay-patch.{_head(column)}", "name": cell.check}
+            where = {"classname": f"replay-patch.{_column_name(column)}", "name": cell.check}
             case = ET.SubElement(suite, "testcase", where, time=f"{cell.seconds:.2f}")
             tag = {"fail": "failure", "error": "error", "skip": "skipped"}.get(cell.status)
             if tag:
@@ -71,7 +71,7 @@ def markdown(matrix: Matrix) -> str:
     """The table for a pull request or a job summary."""
     names, columns, status = _grid(matrix.cells)
     lines = [
-        "| check | " + " | ".join(_head(column) for column in columns) + " |",
+        "| check | " + " | ".join(_column_name(column) for column in columns) + " |",
         "| --- |" + " :---: |" * len(columns),
     ]
     for name in names:
@@ -98,7 +98,7 @@ def _grid(
     return names, list(dict.fromkeys((c.megatron, c.mindspeed) for c in cells)), status
 
 
-def _head(column: _Column) -> str:
+def _column_name(column: _Column) -> str:
     megatron, mindspeed = column
     return megatron if mindspeed is None else f"{megatron}+{mindspeed}"
 
@@ -117,12 +117,12 @@ def _grouped(cells: Iterable[Cell], status: str) -> list[str]:
         if cell.status == status:
             checks.setdefault((cell.detail, (cell.megatron, cell.mindspeed)), []).append(cell.check)
     where: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # by reason and checks
-    for (detail, column), found in checks.items():
-        where.setdefault((detail, tuple(found)), []).append(_head(column))
+    for (detail, column), of_column in checks.items():
+        where.setdefault((detail, tuple(of_column)), []).append(_column_name(column))
     lines = []
-    for (detail, found_checks), columns in where.items():
-        every = len(found_checks) == len(names) > 1
-        head = f"  {'every check' if every else ', '.join(found_checks)} on {', '.join(columns)}:"
+    for (detail, grouped), columns in where.items():
+        every = len(grouped) == len(names) > 1
+        head = f"  {'every check' if every else ', '.join(grouped)} on {', '.join(columns)}:"
         first, *rest = detail.splitlines() or [""]
         lines += [f"{head} {first}", *(f"    {line}" for line in rest)]
     return lines

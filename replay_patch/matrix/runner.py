@@ -44,7 +44,7 @@ class Cell:
 @dataclass
 class Matrix:
     """All cells, by environment and in the order of the checks, and what differs from the tested
-    releases: items as `drift.compare` gives them, with the key `megatron`."""
+    releases: items as `drift.comparison.compare` gives them, with the key `megatron`."""
 
     cells: list[Cell] = field(default_factory=list)
     drift: list[dict[str, str]] = field(default_factory=list)

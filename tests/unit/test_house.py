@@ -26,7 +26,7 @@ def house(tmp_path: Path) -> Path:
 
 def lint(house: Path) -> tuple[int, str]:
     """The exit code, and what was printed, without its line breaks."""
-    command = [LINT, "--no-cache", "--no-logo"]
+    command = [LINT, "--no-cache"]
     done = subprocess.run(command, cwd=house, capture_output=True, text=True, check=False)
     return done.returncode, " ".join(done.stdout.split())
 

@@ -143,19 +143,19 @@ def refused(
     try:
         yield
     except error as raised:
-        said = str(raised)
+        message = str(raised)
     else:
         raise AssertionError(f"{what} is accepted; expected a {error.__name__}")
-    assert named in said, f"{what} is refused without saying {named!r}: {said}"
+    assert named in message, f"{what} is refused without saying {named!r}: {message}"
 
 
 @contextlib.contextmanager
-def mindspeed_may_fail(said: str) -> Iterator[None]:
+def mindspeed_may_fail(words: str) -> Iterator[None]:
     """Skip if MindSpeed itself cannot do it, for itself or with this Megatron, and says so."""
     try:
         yield
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if said in line]
+        lines = [line.strip() for line in str(error).splitlines() if words in line]
         if "mindspeed" not in sys.modules or not lines:
             raise
         raise Skip(f"this MindSpeed cannot do it: {lines[0]}") from error
