@@ -140,12 +140,12 @@ def _wrapped_router_forward(original: Callable[..., Any]) -> Any:
         return masked(self, input, padding_mask, kwargs)
 
     # By position, too: so the layers of 0.16 and later call it. Other code may have wrapped it.
-    taken = inspect.signature(original).parameters.values()
-    kinds = {p.kind for p in taken}
+    of_original = inspect.signature(original).parameters.values()
+    kinds = {p.kind for p in of_original}
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.KEYWORD_ONLY in kinds:
         kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p for p in taken if p.name != "padding_mask"]
+    parameters = [p for p in of_original if p.name != "padding_mask"]
     catch_all = [p for p in parameters if p.kind is p.VAR_KEYWORD]
     parameters = [p for p in parameters if p not in catch_all]
     parameters += [inspect.Parameter("padding_mask", kind, default=None), *catch_all]
@@ -169,8 +169,8 @@ def _wrapped_z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         z_loss = _names(original)["z_loss_func"]
 
         def of_real_rows(logits: Any, *args: Any, **kwargs: Any) -> Any:
-            kept = logits.index_select(0, rows.index)
-            return z_loss(kept, *args, **kwargs) if len(kept) else logits.new_zeros(())
+            real = logits.index_select(0, rows.index)
+            return z_loss(real, *args, **kwargs) if len(real) else logits.new_zeros(())
 
         names = {"z_loss_func": of_real_rows, **_scaled_by_tokens(self, original, rows)}
         return with_globals(original, names)(self, logits, *args, **kwargs)
@@ -208,8 +208,8 @@ def _wrapped_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             "reduce_from_tensor_model_parallel_region": noted,
             "switch_load_balancing_loss_func": scaled,
         }
-        kept = scores * rows.real, routing_map & rows.real
-        return with_globals(original, of_real_rows)(self, probs, *kept, *args, **more)
+        real = scores * rows.real, routing_map & rows.real
+        return with_globals(original, of_real_rows)(self, probs, *real, *args, **more)
 
     return apply
 
@@ -259,8 +259,8 @@ def _wrapped_load_balancing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, activation, load_balancing_loss_func)
         loss = load_balancing_loss_func
         if "routing_map" in loss.keywords:  # the one in use in 0.12
-            kept = loss.keywords["routing_map"] & rows.real
-            loss = functools.partial(loss, routing_map=kept)
+            real = loss.keywords["routing_map"] & rows.real
+            loss = functools.partial(loss, routing_map=real)
 
         def scaled(**kwargs: Any) -> Any:
             group = kwargs.get("sequence_partition_group")

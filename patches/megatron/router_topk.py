@@ -96,9 +96,9 @@ def _wrapped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("fused"):
             selection.warn_unfused(replay)
             kwargs = {**kwargs, "fused": False}
-        now = globals_of(original)
-        if clone is None or any(a is not b for a, b in zip(now, clone_globals, strict=True)):
-            clone, clone_globals = _with_selection(original, call_at_work), now
+        current = globals_of(original)
+        if clone is None or any(a is not b for a, b in zip(current, clone_globals, strict=True)):
+            clone, clone_globals = _with_selection(original, call_at_work), current
         with call_at_work.during(_Call(replay)):
             return clone(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from replay_patch.patching.wrappers import chain, module_of
 from replay_patch.refusals import installed_megatron
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_PLACES = (
+_REPLACEABLE = (
     "megatron.core.tensor_parallel.random:checkpoint",
     f"{_SCHEDULES}:get_forward_backward_func",
     f"{_SCHEDULES}:forward_backward_no_pipelining",
@@ -131,17 +131,17 @@ def refuse_features(config: Any, model: Any = None) -> None:
                 value = getattr(holder, name, None)
                 if value == feature.value if feature.value else _on(value):
                     _refuse(feature.name, f"{name} is {value!r} in {where}", feature.why)
-    for place in _PLACES:
-        for function in chain(probe.find(place)):
+    for path in _REPLACEABLE:
+        for function in chain(probe.find(path)):
             if is_of_mindspeed(function):
                 module, name = module_of(function), getattr(function, "__name__", function)
-                _named(module, f"{place} is {module}.{name}")
+                _refuse_feature_of(module, f"{path} is {module}.{name}")
     for path, layer in model.named_modules() if model is not None else ():
         module = type(layer).__module__
         if module.startswith("mindspeed") and hasattr(layer, "router"):
             found = f"{path} is a {module}.{type(layer).__name__}"
             if "TptoEp" not in type(layer).__name__:  # tp_extend_ep, which is supported
-                _named(f"{module}.{type(layer).__name__.lower()}", found)
+                _refuse_feature_of(f"{module}.{type(layer).__name__.lower()}", found)
 
 
 def is_of_mindspeed(function: Any) -> bool:
@@ -155,13 +155,13 @@ def _on(value: Any) -> bool:
 
 def _arguments() -> Any:
     for module, name in (("args_utils", "get_full_args"), ("megatron_adaptor", "_ARGS")):
-        found = getattr(sys.modules.get(f"mindspeed.{module}"), name, None)
-        if found is not None:
-            return found() if callable(found) else found
+        arguments = getattr(sys.modules.get(f"mindspeed.{module}"), name, None)
+        if arguments is not None:
+            return arguments() if callable(arguments) else arguments
     return None
 
 
-def _named(module: str, found: str) -> None:
+def _refuse_feature_of(module: str, found: str) -> None:
     for feature in REFUSED:
         if any(part in module for part in feature.module):
             _refuse(feature.name, found, feature.why)

@@ -103,7 +103,7 @@ def moe_layers(config: Any) -> tuple[int, ...]:
     if frequency is None:
         pattern = [True] * layers
     elif isinstance(frequency, int) and frequency > 0:
-        pattern = [place % frequency == 0 for place in range(layers)]
+        pattern = [index % frequency == 0 for index in range(layers)]
     elif isinstance(frequency, (list, tuple)) and len(frequency) == layers:
         pattern = [bool(value) for value in frequency]
     else:
@@ -115,9 +115,9 @@ def moe_layers(config: Any) -> tuple[int, ...]:
     first = getattr(config, "first_k_dense_replace", None) or 0
     absent = _noop_layers(config)
     return tuple(
-        place + 1
-        for place, is_moe in enumerate(pattern)
-        if is_moe and place >= first and place not in absent
+        index + 1
+        for index, is_moe in enumerate(pattern)
+        if is_moe and index >= first and index not in absent
     )
 
 
@@ -173,8 +173,8 @@ def _in_layout(layout: Any, pp_size: int) -> list[list[int]]:
 def _as_listed(listed: Any) -> list[list[int]]:
     """[pp_rank][vp_stage] as it is, also off a command line."""
     try:
-        found = ast.literal_eval(listed) if isinstance(listed, str) else listed
-        return [[int(count) for count in stages] for stages in found]
+        counts = ast.literal_eval(listed) if isinstance(listed, str) else listed
+        return [[int(count) for count in stages] for stages in counts]
     except (SyntaxError, TypeError, ValueError):
         _refuse(f"pipeline_num_transformer_layers={listed!r}", "a list of lists of integers")
 
@@ -190,10 +190,10 @@ def _last(config: Any) -> int | None:
 
 
 def _noop_layers(config: Any) -> set[int]:
-    given = getattr(config, "noop_layers", None)
-    if not given or isinstance(given, bool):
+    listed = getattr(config, "noop_layers", None)
+    if not listed or isinstance(listed, bool):
         return set()
-    values: Iterable[Any] = given.split(",") if isinstance(given, str) else given
+    values: Iterable[Any] = listed.split(",") if isinstance(listed, str) else listed
     return {int(value) for value in values}
 
 

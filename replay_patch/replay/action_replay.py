@@ -90,7 +90,7 @@ class ActionReplay:
 
         target = self._next_target(action)
         target_ids.check(target, self, scores.shape[1], selection.topk, scores.shape[0])
-        ids, native = target_ids.usable(target, self, scores)
+        ids, native = target_ids.usable_ids(target, self, scores)
         masked = target_ids.native_rows(target, scores)
         if masked is not None:
             native = masked if native is None else native | masked
@@ -141,12 +141,12 @@ class ActionReplay:
         one. If all have run, it is another forward of the last (log-probs first, then training).
         """
         queue = self.replay_backward_list
-        places = [i for i, waiting in enumerate(queue) if waiting is target]
-        if not places:
-            run = {id(frozen) for of, frozen in self.frozen if of is target}
-            places = [i for i, waiting in enumerate(queue) if id(waiting) in run][-1:]
-        if places:
+        waiting = [i for i, queued in enumerate(queue) if queued is target]
+        if not waiting:
+            run = {id(frozen) for unfrozen, frozen in self.frozen if unfrozen is target}
+            waiting = [i for i, queued in enumerate(queue) if id(queued) in run][-1:]
+        if waiting:
             fits = num_experts - 1 <= torch.iinfo(target.dtype).max
-            queue[places[0]] = ids.to(target.dtype) if fits else ids
-            kept = [pair for pair in self.frozen if any(pair[1] is waiting for waiting in queue)]
-            self.frozen = (*kept, (target, queue[places[0]]))
+            queue[waiting[0]] = ids.to(target.dtype) if fits else ids
+            in_queue = [pair for pair in self.frozen if any(pair[1] is ids for ids in queue)]
+            self.frozen = (*in_queue, (target, queue[waiting[0]]))

@@ -18,9 +18,9 @@ from replay_patch.replay import recompute
 
 
 class TrackedRouter(Protocol):
-    """A router of the chunk, and its place among the MoE layers of the chunk."""
+    """A router of the chunk, and its index among the MoE layers of the chunk."""
 
-    place: int
+    layer_index: int
 
     @property
     def layer_number(self) -> int | None:
@@ -34,7 +34,7 @@ class Load:
         number: of the load, from 0, for messages.
         data: what was loaded; None once the session is over.
         keep: a recompute may follow.
-        seen: places of the routers that have had their first forward.
+        seen: indices of the routers that have had their first forward.
         chunk: weak.
         span: the nodes of its forward; None before it, and where no recompute can follow.
     """
@@ -128,14 +128,14 @@ class Tracker:
                 "load() of one microbatch before each forward of a chunk",
                 Where.of(router),
             )
-        if router.place in load.seen:
+        if router.layer_index in load.seen:
             refuse(
                 f"a second forward of this router for microbatch {load.number}",
                 "one load() before each forward (a recompute outside of a backward pass, as some "
                 "overlap schedules do it, cannot be told from one)",
                 Where.of(router),
             )
-        load.seen.add(router.place)
+        load.seen.add(router.layer_index)
         return load, False
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Tracker:
         number = recompute.current_number()
         span = self._forwards.find(number)
         load = None if span is None else span.forward()
-        if load is None or router.place not in load.seen:
+        if load is None or router.layer_index not in load.seen:
             _refuse_ended(number, Where.of(router))
             refuse(
                 "the recompute of a forward that this session does not know: nothing was loaded "

@@ -92,6 +92,10 @@ class Padding:
     def rows(self, number: int, router: Any) -> Rows:
         """The rows of a router with that many.
 
+        Args:
+            number: R.
+            router: for messages.
+
         Raises:
             LayoutError: it has others.
         """
@@ -234,9 +238,10 @@ def padding_of_session(model: Any, mask: Tensor, input_ids: Any, hidden: Any) ->
 
 
 def padding_of_router_call(router: Any, mask: Any, hidden: Tensor) -> Padding:
-    """The padding of one router call.
+    """The padding of one router call that is given a mask itself.
 
     Args:
+        router: a TopKRouter, for messages.
         mask: bool [S, B] or [R], of exactly the rows of `hidden` [S, B, H].
 
     Raises:

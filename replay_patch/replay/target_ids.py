@@ -49,6 +49,13 @@ def check(
 ) -> None:
     """Check targets as far as the arguments that are not None allow.
 
+    Args:
+        ids: what is to be an int tensor [T, K].
+        replay: the replay object that they are for.
+        num_experts: E; ids on the host are compared with it.
+        topk: K.
+        num_tokens: T.
+
     Raises:
         RouteError: it names release, layer, what was found and what was expected.
     """
@@ -69,10 +76,10 @@ def check(
         expected = f"{num_tokens}, one per token of this call"
         refuse(f"{ids.shape[0]} target rows", expected, Where.of(replay))
     if num_experts is not None and on_host(ids):
-        _look(ids, replay, num_experts)
+        _repeating_rows(ids, replay, num_experts)
 
 
-def usable(ids: Tensor, replay: TargetOwner, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+def usable_ids(ids: Tensor, replay: TargetOwner, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     """Checked targets as int64 on the device of `scores` [T, E], and the rows not to be replayed.
 
     Returns:
@@ -84,7 +91,7 @@ def usable(ids: Tensor, replay: TargetOwner, scores: Tensor) -> tuple[Tensor, Te
     if wide.is_inference() and not torch.is_inference_mode_enabled():
         wide = wide.clone()  # gather keeps its index for the backward pass
     if on_host(ids):
-        repeating = _look(ids, replay, num_experts)
+        repeating = _repeating_rows(ids, replay, num_experts)
         if repeating is None:
             return wide, None
         count = int(repeating.sum())
@@ -99,7 +106,7 @@ def usable(ids: Tensor, replay: TargetOwner, scores: Tensor) -> tuple[Tensor, Te
         return wide, repeating.to(scores.device)
     in_range = wide.clamp(0, num_experts - 1)
     _defer(replay, (in_range != wide).any())
-    repeating = _repeating(in_range)
+    repeating = _repeats_an_expert(in_range)
     if activation.strict():
         _defer(replay, repeating.any())
     return in_range, repeating if ids.shape[1] > 1 else None
@@ -116,8 +123,8 @@ def with_native_rows(ids: Any, mask: Any, replay: TargetOwner) -> Tensor:
         found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask)
         refuse(f"a replay_mask of {found}", f"bool {tuple(ids.shape[:1])}", Where.of(replay))
     # What is in the other rows does not matter (zeros, -1): it must not be found wrong.
-    some = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
-    masked = torch.where(mask.to(ids.device).unsqueeze(1), ids, some)
+    distinct = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
+    masked = torch.where(mask.to(ids.device).unsqueeze(1), ids, distinct)
     _masks[masked] = mask
     return masked
 
@@ -135,7 +142,7 @@ _masks: Any = WeakIdKeyDictionary()
 def forget(ids: Any) -> None:
     """Look at `ids` again: a write through numpy or `.data` leaves no trace in the tensor."""
     if isinstance(ids, Tensor):
-        _seen.pop(ids, None)
+        _host_values.pop(ids, None)
 
 
 def raise_deferred(replay: TargetOwner) -> None:
@@ -163,26 +170,30 @@ def on_host(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What is known of the values of a tensor, while it is not written to."""
+class _HostValues:
+    """What is known of the values of a host tensor, while it is not written to."""
 
     version: int
     num_experts: int
     repeating: Tensor | None  # bool [T]: rows with an expert twice; None if there are none
 
 
-_seen: Any = WeakIdKeyDictionary()
-"""Target tensor -> _Seen: a target is looked at when it is set, and used in many layers' calls."""
+_host_values: Any = WeakIdKeyDictionary()
+"""Target tensor -> _HostValues: a target is looked at when it is set, and used in many calls."""
 
 
-def _look(ids: Tensor, replay: TargetOwner, num_experts: int) -> Tensor | None:
-    """Range and repetitions of host ids; returns `_Seen.repeating`."""
+def _repeating_rows(ids: Tensor, replay: TargetOwner, num_experts: int) -> Tensor | None:
+    """bool [T]: the rows of host ids that have an expert twice; None if there are none.
+
+    Raises:
+        RouteError: ids out of range, or (with STRICT) such a row.
+    """
     if not ids.numel():
         return None
     # Inference tensors count no versions, so they are looked at each time.
     version = None if ids.is_inference() else ids._version
-    seen: _Seen | None = _seen.get(ids)
-    if seen is None or (seen.version, seen.num_experts) != (version, num_experts):
+    values: _HostValues | None = _host_values.get(ids)
+    if values is None or (values.version, values.num_experts) != (version, num_experts):
         wide = ids.to(torch.int64)
         low, high = (int(v) for v in torch.aminmax(wide))
         if low < 0 or high >= num_experts:
@@ -193,21 +204,21 @@ def _look(ids: Tensor, replay: TargetOwner, num_experts: int) -> Tensor | None:
                 "with -1 here: give them equal ids, and they route natively)",
                 Where.of(replay),
             )
-        repeating = _repeating(wide)
-        seen = _Seen(version or 0, num_experts, repeating if repeating.any() else None)
+        repeating = _repeats_an_expert(wide)
+        values = _HostValues(version or 0, num_experts, repeating if repeating.any() else None)
         if version is not None:
-            _seen[ids] = seen
-    if seen.repeating is not None and activation.strict():
-        row = int(seen.repeating.nonzero()[0])
+            _host_values[ids] = values
+    if values.repeating is not None and activation.strict():
+        row = int(values.repeating.nonzero()[0])
         refuse(
             f"row {row} has expert ids {ids[row].tolist()}",
             "distinct ids in every row",
             Where.of(replay),
         )
-    return seen.repeating
+    return values.repeating
 
 
-def _repeating(ids: Tensor) -> Tensor:
+def _repeats_an_expert(ids: Tensor) -> Tensor:
     ordered = ids.sort(dim=1).values
     return (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
 

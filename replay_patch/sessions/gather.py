@@ -19,7 +19,7 @@ from replay_patch.routes.expert_ids import ids_dtype
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RankRecord:
     """What one rank recorded in one schedule.
 
     Attributes:
@@ -38,33 +38,33 @@ class Recorded:
     device: torch.device
 
 
-def routes(recorded: Recorded) -> list[Routes]:
+def routes(record: RankRecord) -> list[Routes]:
     """The routes of every sequence, in load order.
 
     Raises:
         RouteError: on all ranks of a group alike: they loaded other sequences, or a token was in
             no rank's layout.
     """
-    layers = sorted(recorded.ids)
-    lengths = [length for of_load, _ in recorded.loads for length in of_load]
-    places, table = _own(recorded, layers)
+    layers = sorted(record.ids)
+    lengths = [length for load_lengths, _ in record.loads for length in load_lengths]
+    own_tokens, own_ids = _own_tokens(record, layers)
     data_group, pipeline_group = _groups()
 
-    ids = torch.zeros(sum(lengths), len(layers), recorded.topk, dtype=table.dtype)
-    known = torch.zeros(sum(lengths), dtype=torch.bool)
+    ids = torch.zeros(sum(lengths), len(layers), record.topk, dtype=own_ids.dtype)
+    is_recorded = torch.zeros(sum(lengths), dtype=torch.bool)
     header = [len(lengths), *lengths, *layers]
-    parts = _exchange([header, places.tolist()], table, data_group, recorded.device)
+    parts = _exchange([header, own_tokens.tolist()], own_ids, data_group, record.device)
     headers = [part.ints[0] for part in parts]
     alike = all(header == headers[0] for header in headers)
     for part in parts if alike else []:
-        at = torch.tensor(part.ints[1], dtype=torch.int64)
-        ids[at] = part.data.view(len(at), len(layers), recorded.topk)
-        known[at] = True
-    missing = int((~known).sum())
+        tokens = torch.tensor(part.ints[1], dtype=torch.int64)
+        ids[tokens] = part.data.view(len(tokens), len(layers), record.topk)
+        is_recorded[tokens] = True
+    missing = int((~is_recorded).sum())
 
     # What is wrong is raised after the last collective: the other stages wait in it.
     ints = [lengths, layers, [missing, alike]]
-    stages = _exchange(ints, ids, pipeline_group, recorded.device)
+    stages = _exchange(ints, ids, pipeline_group, record.device)
     if not alike:
         _differ("tensor- and context-parallel", headers)
     if not all(stage.ints[2][1] for stage in stages):
@@ -73,7 +73,7 @@ def routes(recorded: Recorded) -> list[Routes]:
             "different things; the error is raised there"
         )
     sequences = [stage.ints[0] for stage in stages]
-    if any(some != lengths for some in sequences):
+    if any(of_stage != lengths for of_stage in sequences):
         _differ("pipeline", sequences)
     missing = max(stage.ints[2][0] for stage in stages)
     if missing:
@@ -81,32 +81,32 @@ def routes(recorded: Recorded) -> list[Routes]:
             f"{missing} of {sum(lengths)} tokens were in no rank's layout: expected every token in "
             "the rows of one context- or tensor-parallel rank"
         )
-    found = {
-        layer: stage.data.view(sum(lengths), len(stage.ints[1]), recorded.topk)[:, place]
+    ids_by_layer = {
+        layer: stage.data.view(sum(lengths), len(stage.ints[1]), record.topk)[:, index]
         for stage in stages
-        for place, layer in enumerate(stage.ints[1])
+        for index, layer in enumerate(stage.ints[1])
     }
-    numbers = tuple(sorted(found))
+    numbers = tuple(sorted(ids_by_layer))
     if not numbers:
         return []
-    whole = torch.stack([found[layer] for layer in numbers], dim=1)
+    whole = torch.stack([ids_by_layer[layer] for layer in numbers], dim=1)
     pieces = torch.split(whole, lengths)
-    return [Routes(piece, recorded.num_experts, layers=numbers) for piece in pieces]
+    return [Routes(piece, record.num_experts, layers=numbers) for piece in pieces]
 
 
-def _own(recorded: Recorded, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _own_tokens(record: RankRecord, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """int64 [n], the tokens in this rank's rows, numbered over all loads; their ids [n, L, K]."""
-    places, tables, first = [], [], 0
-    for number, (lengths, rows) in enumerate(recorded.loads):
+    tokens, tables, first = [], [], 0
+    for number, (lengths, rows) in enumerate(record.loads):
         real = rows >= 0
-        places.append(rows[real] + first)
+        tokens.append(rows[real] + first)
         first += sum(lengths)
         if layers:
-            ids = torch.stack([recorded.ids[layer][number] for layer in layers], dim=1).cpu()
+            ids = torch.stack([record.ids[layer][number] for layer in layers], dim=1).cpu()
             tables.append(ids[real])
-    at = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
-    empty = torch.zeros(len(at), 0, recorded.topk, dtype=ids_dtype(recorded.num_experts))
-    return at, torch.cat(tables) if tables else empty
+    numbers = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+    empty = torch.zeros(len(numbers), 0, record.topk, dtype=ids_dtype(record.num_experts))
+    return numbers, torch.cat(tables) if tables else empty
 
 
 def _groups() -> tuple[Any, Any]:
@@ -134,10 +134,17 @@ class _Part:
 
 
 def _exchange(ints: list[list[int]], data: Tensor, group: Any, device: torch.device) -> list[_Part]:
-    """What each rank of the group gave, in rank order; data flat."""
+    """What each rank of the group sent, in rank order.
+
+    Args:
+        ints: lists of integers, as many on every rank.
+        data: a tensor; it arrives flat.
+        group: None: this rank is all there is.
+        device: where collectives that are not gloo's run.
+    """
     if group is None:
         return [_Part(ints, data.flatten())]
-    numbers = [len(ints), *(len(some) for some in ints), *(n for some in ints for n in some)]
+    numbers = [len(ints), *(len(each) for each in ints), *(n for each in ints for n in each)]
     head = torch.tensor(numbers, dtype=torch.int64)
     payload = torch.cat([_bytes(head), _bytes(data)])
     if "gloo" in dist.get_backend(group):
@@ -153,18 +160,18 @@ def _exchange(ints: list[list[int]], data: Tensor, group: Any, device: torch.dev
     received = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(received, mine, group=group)
     return [
-        _unpack(some[:size].cpu(), count, data.dtype)
-        for some, (count, size) in zip(received, of_ranks, strict=True)
+        _unpack(payload[:size].cpu(), count, data.dtype)
+        for payload, (count, size) in zip(received, of_ranks, strict=True)
     ]
 
 
 def _unpack(payload: Tensor, count: int, dtype: torch.dtype) -> _Part:
     # clone: a view with another dtype needs memory that is aligned for it.
     numbers = payload[: count * 8].clone().view(torch.int64).tolist()
-    lists, at = [], 1 + numbers[0]
+    lists, begin = [], 1 + numbers[0]
     for length in numbers[1 : 1 + numbers[0]]:
-        lists.append(numbers[at : at + length])
-        at += length
+        lists.append(numbers[begin : begin + length])
+        begin += length
     return _Part(lists, payload[count * 8 :].clone().view(dtype))
 
 

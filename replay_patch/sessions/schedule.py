@@ -72,7 +72,7 @@ class Recording(Session):
         super().__init__(model)
         self._loads: list[tuple[tuple[int, ...], Tensor]] = []  # lengths and router rows
         self._microbatches: dict[int, list[Microbatch]] = {}  # of each chunk, while in the block
-        self._done: gather.Recorded | None = None
+        self._record: gather.RankRecord | None = None
 
     def load(self, chunk: Any, layout: TokenLayout) -> dict[str, Any]:
         """Begin one microbatch of one chunk.
@@ -114,20 +114,20 @@ class Recording(Session):
             RouteError: the block is not over or was left by an exception, the ranks did not load
                 the same sequences, or a token was in no rank's layout.
         """
-        if self._done is None:
+        if self._record is None:
             self._refuse(
                 f"routes() of a session that is {self._state}", "routes() after a complete block"
             )
-        return gather.routes(self._done)
+        return gather.routes(self._record)
 
     def _finish(self) -> None:
         ids = {
-            layer: [microbatch.ids[place] for microbatch in self._microbatches.get(id(stage), [])]
+            layer: [microbatch.ids[index] for microbatch in self._microbatches.get(id(stage), [])]
             for stage in self._stages
-            for place, layer in enumerate(stage.layers)
+            for index, layer in enumerate(stage.layers)
         }
         first = self._stages[0]
-        self._done = gather.Recorded(
+        self._record = gather.RankRecord(
             self._loads,
             ids,  # type: ignore[arg-type] # checked: every router has had its first forward
             first.config.num_moe_experts,

@@ -36,7 +36,7 @@ class Stage:
         layers: the numbers of its MoE layers.
         takes_mask: whether its forward takes `padding_mask`.
         masked_models: models in it for which the session keeps it instead (before 0.16).
-        seen: for each load, the places of the routers that have used it.
+        seen: for each load, the indices of the routers that have used it.
     """
 
     chunk: Any
@@ -126,8 +126,8 @@ class Session:
 
     def _loaded(self, stage: Stage, microbatch: Microbatch, layout: Any) -> dict[str, Any]:
         """Hand the microbatch over; returns the keyword arguments of the model call."""
-        entry = stage.tracker.load(microbatch)
-        stage.seen.append(entry.seen)
+        load = stage.tracker.load(microbatch)
+        stage.seen.append(load.seen)
         if not stage.takes_mask:
             if stage.masked_models:
                 mask_tracker.set_next_mask(stage.masked_models, layout.padding_mask)
@@ -176,8 +176,8 @@ class Session:
             masked_itself,
             [] if masked_itself else mask_tracker.models_with_masks(chunk),
         )
-        for place, router in enumerate(stage.routers):
-            SessionReplay(router, place, tracker, self.report).enter(router)
+        for layer_index, router in enumerate(stage.routers):
+            SessionReplay(router, layer_index, tracker, self.report).enter(router)
         return stage
 
     def _check_layers(self, chunk: Any, index: int, layers: tuple[int, ...]) -> None:
@@ -200,7 +200,7 @@ class Session:
         """Every router of a chunk has used every microbatch that was loaded for the chunk."""
         for index, stage in enumerate(self._stages):
             for number, seen in enumerate(stage.seen):
-                missing = [n for place, n in enumerate(stage.layers) if place not in seen]
+                missing = [n for index, n in enumerate(stage.layers) if index not in seen]
                 if missing:
                     self._refuse(
                         f"microbatch {number} of chunk {index} had no first forward in the layers "

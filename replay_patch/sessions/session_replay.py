@@ -25,7 +25,7 @@ class SessionReplay:
     """What answers a router while its model is in a session; see `selection.ReplayObject`.
 
     Attributes:
-        place: of the router among the MoE layers of its chunk.
+        layer_index: of the router among the MoE layers of its chunk.
         original: what the router had before; `was_own` if it was an attribute of its own.
         tracker: of the chunk; knows which microbatch a call is for.
         report: of a replaying session; None when recording.
@@ -34,9 +34,11 @@ class SessionReplay:
     router_replay_action = "that of a session"  # not None: the router is at work
     mtp_depth = 0
 
-    def __init__(self, router: Any, place: int, tracker: Tracker, report: Report | None) -> None:
+    def __init__(
+        self, router: Any, layer_index: int, tracker: Tracker, report: Report | None
+    ) -> None:
         self.layer_number: int = router.layer_number
-        self.place = place
+        self.layer_index = layer_index
         self.original: Any = getattr(router, "router_replay", None)
         self.was_own = "router_replay" in vars(router)
         self.tracker, self.report = tracker, report
@@ -83,7 +85,7 @@ class SessionReplay:
 
     def _undo(self) -> None:
         if self._load is not None and not self._recomputing:
-            self._load.seen.discard(self.place)
+            self._load.seen.discard(self.layer_index)
 
     def choose(self, selection: Selection) -> tuple[Tensor, Tensor]:
         """See `ReplayObject`: captured -> replayed; hole -> the native pick, kept for the
@@ -128,10 +130,10 @@ class SessionReplay:
                 "included)",
                 Where.of(self),
             )
-        kept = microbatch.ids[self.place]
+        kept = microbatch.ids[self.layer_index]
         if kept is None:  # recording, first forward
             native = selection.native_ids()
-            microbatch.ids[self.place] = native.to(microbatch.dtype)
+            microbatch.ids[self.layer_index] = native.to(microbatch.dtype)
             return native
         ids: Tensor = kept.to(scores.device, torch.int64)
         if self._recomputing or self.report is None:

@@ -42,7 +42,7 @@ def sending_rank(rank: int, world: int, init_file: str) -> tuple[set[tuple[str, 
     cpu = torch.device("cpu")
     for dtype, experts in EXPERTS.items():
         ids, rows = torch.tensor([[rank, 5]], dtype=dtype), torch.tensor([rank])
-        found = gather.routes(gather.Recorded([((2,), rows)], {3: [ids]}, experts, 2, cpu))
+        found = gather.routes(gather.RankRecord([((2,), rows)], {3: [ids]}, experts, 2, cpu))
         assert found[0].expert_ids.tolist() == [[[0, 5]], [[1, 5]]]
     rows = padding_rows.Rows(torch.arange(4) > rank, cpu)
     total = rows.total(parallel_state.get_tensor_model_parallel_group())

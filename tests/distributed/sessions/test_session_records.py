@@ -241,9 +241,9 @@ def gathering_rank(rank: int, world: int, init_file: str, parallel: str) -> list
         rows, ids = torch.tensor([rank, -1]), {3: [torch.cat([mine, mine])]}
     else:
         rows, ids = torch.tensor([0, 1]), {3 + 2 * rank: [both]}
-    right = gather.Recorded([((2,), rows)], ids, 400, 2, cpu)
-    short = gather.Recorded([((3,), rows)], ids, 400, 2, cpu)
-    other = gather.Recorded([((2 + rank,), rows)], ids, 400, 2, cpu)
+    right = gather.RankRecord([((2,), rows)], ids, 400, 2, cpu)
+    short = gather.RankRecord([((3,), rows)], ids, 400, 2, cpu)
+    other = gather.RankRecord([((2 + rank,), rows)], ids, 400, 2, cpu)
     found: list[Any] = [(one.expert_ids.tolist(), one.layers) for one in gather.routes(right)]
     for wrong in (short, other):
         with pytest.raises(RouteError) as error:

@@ -23,7 +23,7 @@ class Router(nn.Module):
 
     def __init__(self, place: int) -> None:
         super().__init__()
-        self.place, self.layer_number, self.mtp_depth = place, place + 1, 0
+        self.layer_index, self.layer_number, self.mtp_depth = place, place + 1, 0
         self.tracker: Any = None
         self.calls: list[tuple[Any, bool]] = []
 
