@@ -1,5 +1,5 @@
-"""Without this patch a config whose class MindSpeed has rebuilt cannot be pickled or replaced, and a
-subclass that MindSpeed does not know cannot be built."""
+"""Without this patch a config whose class MindSpeed has rebuilt cannot be pickled or replaced, and
+a subclass that MindSpeed does not know cannot be built."""
 
 import dataclasses
 import functools

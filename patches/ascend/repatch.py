@@ -1,5 +1,5 @@
-"""Without this patch patches of ours are gone, and nothing says so, whenever MindSpeed patches again or
-takes its patches back."""
+"""Without this patch patches of ours are gone whenever MindSpeed patches again or takes its patches
+back."""
 
 from collections.abc import Callable
 from typing import Any

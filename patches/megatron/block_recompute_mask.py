@@ -1,5 +1,5 @@
-"""Without this patch layers run without the padding mask under recompute by "block" on 0.16 and 0.17:
-those that are not recomputed, and all with MindSpeed's own recompute for 0.16."""
+"""Without this patch layers run without the padding mask under recompute by "block" on 0.16 and
+0.17: those that are not recomputed, and all with MindSpeed's own recompute for 0.16."""
 
 import inspect
 from collections.abc import Callable

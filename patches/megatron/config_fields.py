@@ -1,5 +1,5 @@
-"""Without this patch a config of Megatron's refuses the field with which trainers switch replay on, or
-a subclass of it loses the value."""
+"""Without this patch a config of Megatron's refuses the field with which trainers switch replay on,
+or a subclass of it loses the value."""
 
 import dataclasses
 import functools
@@ -61,7 +61,8 @@ _names_taken: "weakref.WeakKeyDictionary[Any, list[str]]" = weakref.WeakKeyDicti
 
 def _parameters(init: Any) -> list[str]:
     """What the code takes by name; a `__signature__` may be somebody's edit (verl's)."""
-    names = [name for wrapper in chain(init) for name in _names_taken.get(wrapper, ())]
+    *wrappers, _ = chain(init)
+    names = [name for wrapper in wrappers for name in _names_taken.get(wrapper, ())]
     return [*names, *probe.parameters_of_code(init)]
 
 

@@ -1,5 +1,5 @@
-"""Without this patch a model with multi-token prediction and full recompute fails in its first step on
-0.18, which gives a method a `padding_mask` that it does not take."""
+"""Without this patch a model with multi-token prediction and full recompute fails in its first step
+on 0.18, which gives a method a `padding_mask` that it does not take."""
 
 import functools
 import inspect

@@ -1,5 +1,5 @@
-"""Without this patch the auxiliary loss of a microbatch that is padding only is NaN on 0.16 ... 0.19,
-and after the step so are all weights."""
+"""Without this patch the auxiliary loss of a microbatch that is padding only is NaN on 0.16 ...
+0.19, and after the step so are all weights."""
 
 import sys
 from collections.abc import Callable

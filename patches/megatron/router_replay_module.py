@@ -1,5 +1,5 @@
-"""Without this patch there is no `megatron.core.transformer.moe.router_replay` before 0.16, and trainers
-that import `RouterReplay` from it fail."""
+"""Without this patch there is no `megatron.core.transformer.moe.router_replay` before 0.16, and
+trainers that import `RouterReplay` from it fail."""
 
 import importlib.abc
 import importlib.machinery
