@@ -135,9 +135,8 @@ def _helper_for_any_stage(
             answer = original(config, *args, **known)
             return answer + _left_out(config, by_config) if overlaps else answer
         stage = _Stage(config, vp_stage, pp_rank)
-        answer = with_globals(original, {"parallel_state": stage})(
-            _config_for(config, stage), *args, **known
-        )
+        for_stage: Callable[..., int] = with_globals(original, {"parallel_state": stage})
+        answer = for_stage(_config_for(config, stage), *args, **known)
         return answer + _left_out(config, by_config, stage) if overlaps else answer
 
     new = [

@@ -145,7 +145,7 @@ CASES = [
         "verl_environment",
         "verl.trainer.constants_ppo",
         "import os\ndef get_ppo_ray_runtime_env():\n"
-        "    return {{'env_vars': {{k: v for k, v in os.environ.items() if k.startswith({it})}}}}\n",
+        "    return {{'env_vars': {{k: '1' for k in os.environ if k.startswith({it})}}}}\n",
         "'NCCL_'",
         "('NCCL_', 'REPLAY_')",
     ),
