@@ -280,8 +280,9 @@ from megatron.core.transformer import transformer_block
 for module, name in ((router_module, topk), (transformer_block, "get_num_layers_to_build")):
     setattr(trainer, name, getattr(module, name))
 replay_patch.deactivate()
+folder = "replay_patch/patches/"  # a checkout may lie in a folder named patches
 def ours(function):
-    return isinstance(function, types.FunctionType) and "patches" in function.__code__.co_filename
+    return isinstance(function, types.FunctionType) and folder in function.__code__.co_filename
 left = [f"{n}.{k}" for n, m in list(sys.modules.items()) for k, v in list(vars(m).items())
         if n.startswith(("megatron", "trainer")) and ours(v)]
 print(json.dumps(left))
