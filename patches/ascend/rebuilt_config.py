@@ -1,4 +1,5 @@
-"""Configs whose class MindSpeed rebuilds can be replaced, pickled and derived from."""
+"""Without this patch a config whose class MindSpeed has rebuilt cannot be pickled or replaced, and
+a subclass that MindSpeed does not know cannot be built."""
 
 import dataclasses
 import functools
@@ -29,11 +30,11 @@ def _needed() -> tuple[bool, str]:
 
 def _apply(transaction: Transaction) -> None:
     root = probe.find(_ROOT)
-    transaction.wrap(root, "__post_init__", _completing)
+    transaction.wrap(root, "__post_init__", _completing_post_init)
     transaction.set(root, "__reduce_ex__", _reduce_ex)
 
 
-def _completing(original: Callable[..., None]) -> Callable[..., None]:
+def _completing_post_init(original: Callable[..., None]) -> Callable[..., None]:
     def __post_init__(self: Any) -> None:
         arguments = getattr(sys.modules.get("mindspeed.args_utils"), "get_full_args", None)
         if arguments is not None:  # 2.1 adds its arguments here, and to every config

@@ -1,4 +1,5 @@
-"""What MindSpeed overwrites whenever it patches, or takes its patches back, is put back."""
+"""Without this patch patches of ours are gone whenever MindSpeed patches again or takes its patches
+back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,9 @@ def _needed() -> tuple[bool, str]:
 
 def _apply(transaction: Transaction) -> None:
     manager = probe.find(_MANAGER)
-    transaction.wrap(manager, "apply_patches", _then_ours)
+    transaction.wrap(manager, "apply_patches", _apply_patches_then_ours)
     if hasattr(manager, "remove_patches"):  # not in 2.1
-        transaction.wrap(manager, "remove_patches", _without_ours)
+        transaction.wrap(manager, "remove_patches", _remove_patches_under_ours)
     transaction.cleanups.append(lambda: _forget_ours(manager))
 
 
@@ -34,7 +35,7 @@ def _forget_ours(manager: Any) -> None:
             function = patch.orig_func = function.__wrapped__
 
 
-def _then_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+def _apply_patches_then_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply_patches(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
@@ -44,7 +45,7 @@ def _then_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_patches
 
 
-def _without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+def _remove_patches_under_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_patches(*args: Any, **kwargs: Any) -> Any:
         # It gives back the original only where its own function is what stands there.
         patches = probe.find(_MANAGER).patches_info.values()

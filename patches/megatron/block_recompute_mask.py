@@ -1,5 +1,5 @@
-"""Recompute by "block": layers that are not recomputed have the mask, too (0.16, 0.17), and with
-MindSpeed's own recompute for 0.16 those that are."""
+"""Without this patch layers run without the padding mask under recompute by "block" on 0.16 and
+0.17: those that are not recomputed, and all with MindSpeed's own recompute for 0.16."""
 
 import inspect
 from collections.abc import Callable
@@ -20,11 +20,11 @@ def _needed() -> tuple[bool, str]:
     function = probe.find(f"{_BLOCK}.{_RECOMPUTE}")
     if function is None or "padding_mask" not in probe.parameters(f"{_BLOCK}.{_RECOMPUTE}"):
         return False, "this release's TransformerBlock hands on no padding_mask in a recompute"
-    given = _given_to_a_layer(function)
-    return not given, f"a layer that is not recomputed is given {'the' if given else 'no'} mask"
+    masked = _layer_gets_mask(function)
+    return not masked, f"a layer that is not recomputed is given {'the' if masked else 'no'} mask"
 
 
-class _Config:
+class _BlockConfig:
     """Everything else is off; MindSpeed's function asks for more than Megatron's."""
 
     recompute_method, recompute_num_layers = "block", 0
@@ -33,34 +33,34 @@ class _Config:
         return None
 
 
-def _given_to_a_layer(function: Any) -> bool:
+def _layer_gets_mask(function: Any) -> bool:
     """Whether a layer of a block, none of whose layers is recomputed, gets the block's mask."""
     import torch
 
-    seen: list[Any] = []
+    masks: list[Any] = []
 
     def layer(*, hidden_states: Any, padding_mask: Any = None, **_: Any) -> Any:
-        seen.append(padding_mask)
+        masks.append(padding_mask)
         return hidden_states, None
 
     block = SimpleNamespace(
-        config=_Config(),
+        config=_BlockConfig(),
         num_layers_per_pipeline_rank=1,
         _get_layer=lambda _: layer,
     )
-    names = list(inspect.signature(function).parameters.values())[1:]
-    given: dict[str, Any] = {p.name: None for p in names if p.default is inspect.Parameter.empty}
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    arguments: dict[str, Any] = {p.name: None for p in parameters if p.default is p.empty}
     mask = torch.zeros(1, 1, dtype=torch.bool)
-    given |= {"hidden_states": torch.zeros(1, 1, 1), "padding_mask": mask}
-    function(block, **given)
-    return seen[0] is mask
+    arguments |= {"hidden_states": torch.zeros(1, 1, 1), "padding_mask": mask}
+    function(block, **arguments)
+    return masks[0] is mask
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(_BLOCK), _RECOMPUTE, _masked)
+    transaction.wrap(probe.find(_BLOCK), _RECOMPUTE, _masked_checkpointed_forward)
 
 
-class _Layer(Instead):
+class _MaskedLayer(Instead):
     """A layer that has the block's mask where it is called with none."""
 
     def __call__(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
@@ -68,14 +68,16 @@ class _Layer(Instead):
         return self._original(*args, padding_mask=mask, **kwargs)
 
 
-def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
+def _masked_checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def _checkpointed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = signature.bind_partial(self, *args, **kwargs).arguments.get("padding_mask")
         if mask is None:
             return original(self, *args, **kwargs)
-        masked = Instead(self, _get_layer=lambda number: _Layer(self._get_layer(number), mask=mask))
+        masked = Instead(
+            self, _get_layer=lambda number: _MaskedLayer(self._get_layer(number), mask=mask)
+        )
         return original(masked, *args, **kwargs)
 
     return _checkpointed_forward

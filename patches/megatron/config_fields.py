@@ -1,4 +1,5 @@
-"""Replay's config fields on every release, every subclass, in every order."""
+"""Without this patch a config of Megatron's refuses the field with which trainers switch replay on,
+or a subclass of it loses the value."""
 
 import dataclasses
 import functools
@@ -45,7 +46,7 @@ def _apply(transaction: Transaction) -> None:
             if lacking:
                 # Innermost: MindSpeed's wrapper hands on what the signature has, its own arguments
                 # included, and a `repatch` may have put the names among these.
-                accepting = functools.partial(_accepting, names=lacking)
+                accepting = functools.partial(_init_accepting, names=lacking)
                 transaction.wrap_innermost(cls, "__init__", accepting)
     for name in missing[root]:
         # A subclass made later inherits fields and default by itself. typing.get_type_hints and
@@ -54,18 +55,15 @@ def _apply(transaction: Transaction) -> None:
         transaction.item(root.__annotations__, name, bool, f"{_ROOT}.__annotations__")
 
 
-_taking: "weakref.WeakKeyDictionary[Any, list[str]]" = weakref.WeakKeyDictionary()
+_names_taken: "weakref.WeakKeyDictionary[Any, list[str]]" = weakref.WeakKeyDictionary()
 """Our `__init__` -> the names that it takes."""
 
 
 def _parameters(init: Any) -> list[str]:
     """What the code takes by name; a `__signature__` may be somebody's edit (verl's)."""
-    *wrappers, inner = chain(init)
-    names = [name for wrapper in wrappers for name in _taking.get(wrapper, ())]
-    code = getattr(inner, "__code__", None)
-    if code is not None:
-        names += code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return names
+    *wrappers, _ = chain(init)
+    names = [name for wrapper in wrappers for name in _names_taken.get(wrapper, ())]
+    return [*names, *probe.parameters_of_code(init)]
 
 
 def _tree(cls: Any) -> list[Any]:
@@ -78,23 +76,23 @@ def _tree(cls: Any) -> list[Any]:
 
 def _field(name: str) -> Any:
     """A `Field` as the dataclass decorator makes it."""
-    made: Any = dataclasses.field(default=FIELDS[name], kw_only=True)
-    made.name, made.type = name, bool
-    made._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
-    return made
+    field: Any = dataclasses.field(default=FIELDS[name], kw_only=True)
+    field.name, field.type = name, bool
+    field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+    return field
 
 
-def _accepting(original: Callable[..., None], names: list[str]) -> Callable[..., None]:
+def _init_accepting(original: Callable[..., None], names: list[str]) -> Callable[..., None]:
     """`__init__` that takes `names`, too. MindSpeed hands on what this signature has."""
     wrapped = hasattr(original, "__wrapped__")
 
     @functools.wraps(original, updated=())
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name) for name in names if name in kwargs}
-        self.__dict__.update(given)  # before: __post_init__ may look at them, and change them
+        values = {name: kwargs.pop(name) for name in names if name in kwargs}
+        self.__dict__.update(values)  # before: __post_init__ may look at them, and change them
         original(self, *args, **kwargs)
         if wrapped:  # a stranger's wrapper may set them from arguments that it did not get
-            self.__dict__.update(given)
+            self.__dict__.update(values)
         if replay_enabled(self):
             activation.require_replay(f"{type(self).__name__} with routing replay on")
 
@@ -107,7 +105,7 @@ def _accepting(original: Callable[..., None], names: list[str]) -> Callable[...,
     ]
     parameters = [p for p in kept if p not in catch_all] + added + catch_all
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    _taking[__init__] = names
+    _names_taken[__init__] = names
     return __init__
 
 

@@ -1,6 +1,6 @@
-"""The expert bias of 0.16 ... 0.19 counts rows, and leaves out those of padding."""
+"""Without this patch the expert bias of 0.16 ... 0.19 fails with a padding mask, or masks experts
+in the place of tokens."""
 
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
+from replay_patch.patching.wrappers import module_of
 from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.transformer.moe.router"
@@ -15,10 +16,9 @@ _TARGET = f"{_MODULE}:TopKRouter._apply_expert_bias"
 
 
 def _needed() -> tuple[bool, str]:
-    function = probe.find(_TARGET)
-    if function is None:
+    if probe.find(_TARGET) is None:
         return False, "this release's expert bias takes no padding_mask"
-    eager = inspect.unwrap(function)  # jit_fuser is torch.compile: no compiler runs for a probe
+    eager = probe.unwrapped(_TARGET)  # jit_fuser is torch.compile: no compiler runs for a probe
     try:
         # Not by the signature: MindSpeed's torch.compile makes it (*args, **kwargs).
         wrong = _wrong(eager, (2,))
@@ -34,6 +34,11 @@ def _needed() -> tuple[bool, str]:
     return True, f"with a padding_mask [tokens], {wrong}"
 
 
+def takes_masks_of_tokens() -> bool:
+    """Whether a padding_mask [tokens] is counted rightly now: by Megatron, or by this patch."""
+    return module_of(probe.find(_TARGET)) == __name__ or not _needed()[0]
+
+
 def _wrong(function: Any, shape: tuple[int, ...]) -> str:
     """What is wrong with the counts of two tokens and three experts; "" if nothing is."""
     import torch
@@ -47,15 +52,17 @@ def _wrong(function: Any, shape: tuple[int, ...]) -> str:
             function(router, chosen, padding_mask=mask)
         except RuntimeError as error:
             return f"it raises {error}"
-    found = router.local_tokens_per_expert.tolist()
-    return "" if found == [1, 1, 0] else f"it counts {found} and not [1, 1, 0]"
+    counted = router.local_tokens_per_expert.tolist()
+    return "" if counted == [1, 1, 0] else f"it counts {counted} and not [1, 1, 0]"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(_MODULE + ":TopKRouter"), "_apply_expert_bias", _by_row)
+    transaction.wrap(
+        probe.find(_MODULE + ":TopKRouter"), "_apply_expert_bias", _apply_expert_bias_by_row
+    )
 
 
-def _by_row(original: Callable[..., None]) -> Callable[..., None]:
+def _apply_expert_bias_by_row(original: Callable[..., None]) -> Callable[..., None]:
     def _apply_expert_bias(
         self: Any, routing_map: Any, padding_mask: Any = None, **kwargs: Any
     ) -> None:

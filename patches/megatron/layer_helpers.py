@@ -1,4 +1,5 @@
-"""Layer offset and number of layers of any pipeline stage, on the releases that know only one."""
+"""Without this patch Megatron's helpers that say which layers a pipeline stage holds answer for the
+current stage only, or wrongly."""
 
 import functools
 import inspect
@@ -58,17 +59,16 @@ def _apply(transaction: Transaction) -> None:
         if original is None:
             raise LookupError(f"{module} has no {name}: {installed_megatron()} is not supported")
         with_globals(original, {})  # raises here, and not when it is asked, if it cannot be done
-        code = inspect.unwrap(original).__code__
         # As a global name: what a function imports for itself cannot be bound differently.
-        asks = "parallel_state" in code.co_names and "parallel_state" not in code.co_varnames
+        asks = "parallel_state" in probe.globals_used(original)
         if not asks and "pp_rank" not in probe.parameters(f"{module}:{name}"):
             raise LookupError(f"{module}.{name} does not say how it knows its stage")
-        listed = name == "get_transformer_layer_offset" and _listed()
-        made = _for_any_stage(original, _overlaps(original), listed)
-        transaction.set_everywhere(name, original, made)
+        listed = name == "get_transformer_layer_offset" and _counts_by_list()
+        helper = _helper_for_any_stage(original, _overlaps(original), listed)
+        transaction.set_everywhere(name, original, helper)
 
 
-def _listed() -> bool:
+def _counts_by_list() -> bool:
     """Whether the layers of a stage are counted by MindSpeed's list of lists, [pp][vp].
 
     Its unaligned pipeline replaces that helper, and leaves the offsets to the one that knows no
@@ -87,7 +87,7 @@ def _listed() -> bool:
         account_for_loss_in_pipeline_split=False,
     )
     try:
-        return [_for_any_stage(count)(config, pp_rank=rank) for rank in range(2)] == [3, 1]
+        return [_helper_for_any_stage(count)(config, pp_rank=rank) for rank in range(2)] == [3, 1]
     except Exception:  # noqa: BLE001 - it asks for more of the config: it is not that one
         return False
 
@@ -105,12 +105,12 @@ def _overlaps(original: Callable[..., int]) -> bool:
         pipeline_model_parallel_layout=None,
     )
     try:
-        return _for_any_stage(original)(config, vp_stage=0, pp_rank=1) == 0
+        return _helper_for_any_stage(original)(config, vp_stage=0, pp_rank=1) == 0
     except Exception:  # noqa: BLE001 - it asks for more of the config: none of the releases meant
         return False
 
 
-def _for_any_stage(
+def _helper_for_any_stage(
     original: Callable[..., int], overlaps: bool = False, listed: bool = False
 ) -> Callable[..., int]:
     signature = inspect.signature(original)
@@ -135,8 +135,8 @@ def _for_any_stage(
             answer = original(config, *args, **known)
             return answer + _left_out(config, by_config) if overlaps else answer
         stage = _Stage(config, vp_stage, pp_rank)
-        there: Callable[..., int] = with_globals(original, {"parallel_state": stage})
-        answer = there(_config_there(config, stage), *args, **known)
+        for_stage: Callable[..., int] = with_globals(original, {"parallel_state": stage})
+        answer = for_stage(_config_for(config, stage), *args, **known)
         return answer + _left_out(config, by_config, stage) if overlaps else answer
 
     new = [
@@ -216,10 +216,10 @@ class _Stage:
             ignore_virtual or (self._vp_stage(vp_stage) or 0) == last
         )
 
-    def _vp_stage(self, given: int | None) -> int | None:
+    def _vp_stage(self, asked: int | None) -> int | None:
         if self.get_virtual_pipeline_model_parallel_world_size() is None:
             return None
-        stage = self.vp_stage if given is None else given
+        stage = self.vp_stage if asked is None else asked
         if stage is None:
             stage = self.real.get_virtual_pipeline_model_parallel_rank()
         if stage is None:
@@ -227,15 +227,15 @@ class _Stage:
         return int(stage)
 
 
-def _config_there(config: Any, stage: _Stage) -> Any:
+def _config_for(config: Any, stage: _Stage) -> Any:
     """The config, with a pipeline layout that answers for the stage, too."""
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if not layout:
         return config
-    return Instead(config, pipeline_model_parallel_layout=_LayoutThere(layout, stage))
+    return Instead(config, pipeline_model_parallel_layout=_LayoutFor(layout, stage))
 
 
-class _LayoutThere:
+class _LayoutFor:
     def __init__(self, layout: Any, stage: _Stage) -> None:
         self._layout, self._stage = layout, stage
 
@@ -244,8 +244,8 @@ class _LayoutThere:
         function = getattr(value, "__func__", None)
         if function is None:
             return value
-        there = with_globals(function, {"parallel_state": self._stage})
-        return functools.partial(there, self._layout)
+        for_stage = with_globals(function, {"parallel_state": self._stage})
+        return functools.partial(for_stage, self._layout)
 
 
 PATCH = Patch(

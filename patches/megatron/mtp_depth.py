@@ -1,4 +1,5 @@
-"""Routers of multi-token-prediction blocks know which block they are in."""
+"""Without this patch the routers of multi-token-prediction blocks have the layer numbers of decoder
+layers, and replay their experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,15 @@ _BLOCK = f"{_MODULE}:MultiTokenPredictionBlock"
 
 
 def _needed() -> tuple[bool, str]:
-    found = probe.find(_BLOCK) is not None
-    return found, f"this release has {'a' if found else 'no'} MultiTokenPredictionBlock"
+    has_blocks = probe.find(_BLOCK) is not None
+    return has_blocks, f"this release has {'a' if has_blocks else 'no'} MultiTokenPredictionBlock"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(_BLOCK), "__init__", _numbering)
+    transaction.wrap(probe.find(_BLOCK), "__init__", _init_numbering_routers)
 
 
-def _numbering(original: Callable[..., None]) -> Callable[..., None]:
+def _init_numbering_routers(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for depth, layer in enumerate(self.layers, start=1):

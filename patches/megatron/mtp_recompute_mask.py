@@ -1,4 +1,5 @@
-"""Multi-token-prediction blocks with full recompute take the `padding_mask` they hand on (0.18)."""
+"""Without this patch a model with multi-token prediction and full recompute fails in its first step
+on 0.18, which gives a method a `padding_mask` that it does not take."""
 
 import functools
 import inspect
@@ -33,10 +34,10 @@ def _needed() -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(_LAYER), _RECOMPUTE, _masked)
+    transaction.wrap(probe.find(_LAYER), _RECOMPUTE, _masked_checkpointed_forward)
 
 
-def _masked(original: Callable[..., Any]) -> Callable[..., Any]:
+def _masked_checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def _checkpointed_forward(
         self: Any, *args: Any, padding_mask: Any = None, **kwargs: Any
     ) -> Any:

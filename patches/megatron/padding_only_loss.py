@@ -1,4 +1,5 @@
-"""The auxiliary loss of a microbatch that is padding only is zero, and not NaN (0.16 ... 0.19)."""
+"""Without this patch the auxiliary loss of a microbatch that is padding only is NaN on 0.16 ...
+0.19, and after the step so are all weights."""
 
 import sys
 from collections.abc import Callable
@@ -22,28 +23,28 @@ def _needed() -> tuple[bool, str]:
         return False, "this release's auxiliary loss takes no padding mask"
     import torch
 
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    all_padding = torch.zeros(2, 3, dtype=torch.bool)
     # There are no process groups yet, and Megatron's sum over ranks wants one.
     of_one_rank = {"reduce_from_tensor_model_parallel_region": lambda tokens, _: tokens}
     tokens, _, total = with_globals(count, of_one_rank)(
-        routing_map=nothing, reduce_group=None, topk=1, with_padding_mask=True
+        routing_map=all_padding, reduce_group=None, topk=1, with_padding_mask=True
     )
-    found = loss(
-        probs=nothing.float(),
+    value = loss(
+        probs=all_padding.float(),
         tokens_per_expert=tokens,
         total_num_tokens=total,
         topk=1,
         num_experts=3,
         moe_aux_loss_coeff=1.0,
     )
-    return not bool(found == 0), f"the auxiliary loss of two rows of padding is {float(found)}"
+    return not bool(value == 0), f"the auxiliary loss of two rows of padding is {float(value)}"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_ROUTER], _NAME, _counting)
+    transaction.wrap_everywhere(sys.modules[_ROUTER], _NAME, _count_tokens_or_one)
 
 
-def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _count_tokens_or_one(original: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     def count(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""`megatron.core.transformer.moe.router_replay` for releases before 0.16."""
+"""Without this patch there is no `megatron.core.transformer.moe.router_replay` before 0.16, and
+trainers that import `RouterReplay` from it fail."""
 
 import importlib.abc
 import importlib.machinery

@@ -1,6 +1,6 @@
-"""SkyRL hands our variables on to its Ray workers."""
+"""Without this patch REPLAY_PATCH, set for the driver, does not reach SkyRL's Ray workers: the
+models train without this plugin."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +15,18 @@ _NAME = "prepare_runtime_environment"
 
 
 def _needed() -> tuple[bool, str]:
-    function = probe.find(f"{_MODULE}:{_NAME}")
-    if function is None:
+    if probe.find(f"{_MODULE}:{_NAME}") is None:
         return False, "this release makes no environment for its workers"
-    listed = PREFIX in inspect.unwrap(function).__code__.co_consts
+    # Read and not called: it wants the whole configuration, logs, and may start Ray.
+    listed = PREFIX in probe.constants(f"{_MODULE}:{_NAME}")
     return not listed, f"its list of what workers get {'has' if listed else 'lacks'} our variables"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _with_ours)
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _forwarding_runtime_environment)
 
 
-def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+def _forwarding_runtime_environment(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_runtime_environment(*args: Any, **kwargs: Any) -> dict[str, str]:
         return {**variables(), **original(*args, **kwargs)}
 

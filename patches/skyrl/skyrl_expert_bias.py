@@ -1,18 +1,17 @@
-"""SkyRL's correction of the expert bias asks first whether there is anything to correct."""
+"""Without this patch SkyRL's correction of the expert bias fails where Megatron, or a patch of
+ours, has made the same correction already."""
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patches.megatron import expert_bias_mask
+from replay_patch.patches.megatron import expert_bias_mask  # it asks Megatron the same question
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
-from replay_patch.patching.wrappers import module_of
 
 _MODULE = "skyrl.backends.skyrl_train.utils.replay_utils"
 _NAME = "patch_topk_router_expert_bias_padding_mask"
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias"
 
 
 def _needed() -> tuple[bool, str]:
@@ -21,16 +20,15 @@ def _needed() -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _unless_right)
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _correction_where_needed)
 
 
-def _unless_right(original: Callable[..., Any]) -> Callable[..., Any]:
-    def unless_right(*args: Any, **kwargs: Any) -> None:
-        ours = module_of(probe.find(_ROUTER)) == expert_bias_mask.__name__
-        if not ours and expert_bias_mask.PATCH.needed()[0]:
+def _correction_where_needed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def patch_topk_router_expert_bias_padding_mask(*args: Any, **kwargs: Any) -> None:
+        if not expert_bias_mask.takes_masks_of_tokens():
             original(*args, **kwargs)
 
-    return unless_right
+    return patch_topk_router_expert_bias_padding_mask
 
 
 PATCH = Patch(

@@ -1,10 +1,10 @@
-"""SkyRL's trainer refuses a batch that has lost its routes as a whole."""
+"""Without this patch SkyRL trains a batch that has lost all its routes on native routing, although
+replay is on."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patches.skyrl import skyrl_missing_routes
+from replay_patch.patches.skyrl._batches import FIELD, refuse_missing
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
@@ -12,27 +12,26 @@ from replay_patch.patching.transaction import Transaction
 _MODULE = "skyrl.train.trainer"
 _TRAINER = f"{_MODULE}:RayPPOTrainer"
 _NAME = "convert_to_training_input"
-_FIELD = "rollout_expert_indices"
 
 
 def _needed() -> tuple[bool, str]:
-    function = probe.find(f"{_TRAINER}.{_NAME}")
-    takes = function is not None and _FIELD in inspect.unwrap(function).__code__.co_consts
-    return takes, f"it {'takes a batch without' if takes else 'does not know'} {_FIELD}"
+    # Read and not called: it wants a trainer, and logs.
+    takes = FIELD in probe.constants(f"{_TRAINER}.{_NAME}")
+    return takes, f"it {'takes a batch without' if takes else 'does not know'} {FIELD}"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(_TRAINER), _NAME, _checking)
+    transaction.wrap(probe.find(_TRAINER), _NAME, _checked_convert_to_training_input)
 
 
-def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_convert_to_training_input(original: Callable[..., Any]) -> Callable[..., Any]:
     def convert_to_training_input(
         self: Any, generator_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         asked = self.cfg.generator.inference_engine.enable_return_routed_experts
-        if asked and generator_output.get(_FIELD) is None:
+        if asked and generator_output.get(FIELD) is None:
             masks = generator_output["loss_masks"]
-            skyrl_missing_routes.check([None] * len(masks), masks)
+            refuse_missing([None] * len(masks), masks)
         return original(self, generator_output, *args, **kwargs)
 
     return convert_to_training_input

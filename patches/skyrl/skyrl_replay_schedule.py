@@ -1,12 +1,12 @@
-"""SkyRL's schedules replay each microbatch in the chunk that runs it, and leave nothing behind."""
+"""Without this patch SkyRL's virtual pipeline stages, and its microbatches without routes, replay
+what another one has left behind; so does the schedule after one that failed."""
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch.errors import RouteError
-from replay_patch.patches.skyrl.skyrl_replay_setup import check_form, microbatch
+from replay_patch.patches.skyrl._batches import FIELD, REPLAY_FORWARD, check_form, microbatch
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
@@ -14,19 +14,15 @@ from replay_patch.patching.transaction import Transaction
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 _WRAPPER = f"{_MODULE}:MegatronModelWrapper"
 _SCHEDULES = ("forward", "forward_backward_mini_batch")
-_FIELD = "rollout_expert_indices"
 
 _log = logging.getLogger(__name__)
 
 
 def _needed() -> tuple[bool, str]:
-    names = {
-        name
-        for schedule in _SCHEDULES
-        for code in inspect.unwrap(probe.find(f"{_WRAPPER}.{schedule}")).__code__.co_consts
-        for name in getattr(code, "co_names", ())
-    }
-    if "setup_per_microbatch_replay_forward" not in names:
+    schedules = [probe.find(f"{_WRAPPER}.{name}") for name in _SCHEDULES]
+    if None in schedules:
+        raise LookupError(f"MegatronModelWrapper has not both of {', '.join(_SCHEDULES)}")
+    if not any(REPLAY_FORWARD in probe.names_used(schedule) for schedule in schedules):
         return False, "its forward steps set up no replay"
     check_form()
     return True, "its forward steps set up replay for all chunks, and only where there are routes"
@@ -34,29 +30,29 @@ def _needed() -> tuple[bool, str]:
 
 def _apply(transaction: Transaction) -> None:
     for name in _SCHEDULES:
-        transaction.wrap(probe.find(_WRAPPER), name, _replaying)
+        transaction.wrap(probe.find(_WRAPPER), name, _replaying_schedule)
 
 
-def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replaying_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import refusals, replaying
     from replay_patch.megatron import routers
     from replay_patch.megatron.config import replay_enabled
     from replay_patch.megatron.models import unwrap
 
     def schedule(self: Any, micro_batches: list[Any], *args: Any, **kwargs: Any) -> Any:
-        routes = [batch.get(_FIELD) for batch in micro_batches]
-        if not any(given is not None for given in routes):
+        routes = [batch.get(FIELD) for batch in micro_batches]
+        if not any(of_batch is not None for of_batch in routes):
             if replay_enabled(unwrap(self.actor_module[0]).config):
                 refusals.warn_once(
                     "SkyRL, %s: replay is on in the config, and no microbatch has %s: all of "
                     "them route natively",
                     original.__name__,
-                    _FIELD,
+                    FIELD,
                 )
             return original(self, micro_batches, *args, **kwargs)
 
-        def begin(numbers: list[int]) -> Callable[..., Any]:
-            def before(chunk: Any, given: Any, named: dict[str, Any]) -> Any:
+        def loading_hook(numbers: list[int]) -> Callable[..., Any]:
+            def before_forward(chunk: Any, inputs: Any, named: dict[str, Any]) -> Any:
                 number = len(numbers)
                 if number == len(routes):
                     raise RouteError(
@@ -66,7 +62,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
                 numbers.append(number)
                 batch, inner = micro_batches[number], unwrap(chunk)
                 lengths = batch.get("sub_seq_lengths")
-                found = microbatch(
+                routes_and_layout = microbatch(
                     routes[number],
                     batch["attention_mask"],
                     inner.config,
@@ -74,20 +70,20 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
                     tuple(routers.decoder_routers(inner)),
                     None if lengths is None else [each.tolist() for each in lengths],
                 )
-                return given, {**session.load(chunk, *found), **named}
+                return inputs, {**session.load(chunk, *routes_and_layout), **named}
 
-            return before
+            return before_forward
 
         # SkyRL's own steps then leave the routers alone, and with virtual stages no chunk takes
         # the routes away from the next.
-        rest = [{**batch, _FIELD: None} for batch in micro_batches]
+        without_routes = [{**batch, FIELD: None} for batch in micro_batches]
         with replaying(self.actor_module, overlap_every=0) as session:  # nobody reads it
             hooks = [
-                chunk.register_forward_pre_hook(begin([]), prepend=True, with_kwargs=True)
+                chunk.register_forward_pre_hook(loading_hook([]), prepend=True, with_kwargs=True)
                 for chunk in self.actor_module
             ]
             try:
-                done = original(self, rest, *args, **kwargs)
+                result = original(self, without_routes, *args, **kwargs)
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -99,7 +95,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
             report.holes,
             report.padding,
         )
-        return done
+        return result
 
     return schedule
 

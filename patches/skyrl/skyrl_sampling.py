@@ -1,59 +1,59 @@
-"""SkyRL's dynamic sampling: routes go where their sample goes."""
+"""Without this patch SkyRL's dynamic sampling loses the routes of the samples that it keeps, or
+leaves a new sample those of the one it replaces."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from replay_patch.patches.skyrl._batches import FIELD
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
 
 _MODULE = "skyrl.train.utils.trainer_utils"
-_FIELD = "rollout_expert_indices"
 _NAMES = ("filter_generator_output", "handle_replace_sampling")
 
 
 def _needed() -> tuple[bool, str]:
-    found = [probe.find(f"{_MODULE}:{name}") for name in _NAMES]
-    if None in found:
+    filtering, replacing = (probe.find(f"{_MODULE}:{name}") for name in _NAMES)
+    if filtering is None or replacing is None:
         return False, "this release samples in another way"
-    fields = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", _FIELD)
+    fields = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", FIELD)
     samples = {name: [[0], [1]] for name in fields} | {"rollout_logprobs": None}
-    kept = found[0](samples, [1]).get(_FIELD)
+    kept = filtering(samples, [1]).get(FIELD)
     # No call of the other one: it writes into the log, and draws random numbers.
-    names_it = _FIELD in inspect.unwrap(found[1]).__code__.co_consts
+    names_it = FIELD in probe.constants(replacing)
     wrong = kept != [[1]] or not names_it
     return wrong, f"routes {'do not ' if wrong else ''}follow their samples"
 
 
 def _apply(transaction: Transaction) -> None:
-    for name, make in zip(_NAMES, (_filtering, _replacing), strict=True):
+    for name, make in zip(_NAMES, (_filter_with_routes, _replace_with_routes), strict=True):
         transaction.wrap_everywhere(sys.modules[_MODULE], name, make)
 
 
-def _filtering(original: Callable[..., Any]) -> Callable[..., Any]:
+def _filter_with_routes(original: Callable[..., Any]) -> Callable[..., Any]:
     def filter_generator_output(output: Any, kept_indices: list[int]) -> Any:
         filtered = original(output, kept_indices)
-        if output.get(_FIELD) is not None:
-            filtered[_FIELD] = [output[_FIELD][i] for i in kept_indices]
+        if output.get(FIELD) is not None:
+            filtered[FIELD] = [output[FIELD][i] for i in kept_indices]
         return filtered
 
     return filter_generator_output
 
 
-def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_with_routes(original: Callable[..., Any]) -> Callable[..., Any]:
     def handle_replace_sampling(generator_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if generator_output.get(_FIELD) is None:
+        if generator_output.get(FIELD) is None:
             return original(generator_output, *args, **kwargs)
         # It moves a sample's stop reason with the sample: here, the number of the sample.
-        reasons, routes = generator_output["stop_reasons"], generator_output[_FIELD]
+        reasons, routes = generator_output["stop_reasons"], generator_output[FIELD]
         generator_output["stop_reasons"] = taken = list(range(len(routes)))
         try:
             return original(generator_output, *args, **kwargs)
         finally:
             generator_output["stop_reasons"] = reasons and [reasons[i] for i in taken]
-            generator_output[_FIELD] = [routes[i] for i in taken]
+            generator_output[FIELD] = [routes[i] for i in taken]
 
     return handle_replace_sampling
 

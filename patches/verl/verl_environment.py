@@ -20,7 +20,7 @@ def _needed() -> tuple[bool, str]:
     make = probe.find(f"{_MODULE}:{_NAME}")
     if make is None:
         return False, "this release makes no environment for its workers"
-    # It only reads the environment: here one in which our variable is set.
+    # It only reads the environment: it is given one in which our variable is set.
     with_ours = Instead(os, environ={**os.environ, PREFIX: "1"})
     try:
         lacks = PREFIX not in with_globals(make, {"os": with_ours})().get("env_vars", {})
@@ -35,8 +35,8 @@ def _apply(transaction: Transaction) -> None:
 
 def _forwarding_runtime_env(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_ppo_ray_runtime_env(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        made: dict[str, Any] = original(*args, **kwargs)
-        return {**made, "env_vars": {**variables(), **made.get("env_vars", {})}}
+        runtime_env: dict[str, Any] = original(*args, **kwargs)
+        return {**runtime_env, "env_vars": {**variables(), **runtime_env.get("env_vars", {})}}
 
     return get_ppo_ray_runtime_env
 

@@ -1,5 +1,5 @@
-"""Without this patch verl's vLLM server generates responses that are cut off afterwards, or asks for
-0 tokens, which vLLM refuses."""
+"""Without this patch verl's vLLM server generates responses that are cut off afterwards, or asks
+for 0 tokens, which vLLM refuses."""
 
 import functools
 

@@ -1,5 +1,5 @@
-"""Without this patch verl's SGLang server generates responses that are cut off afterwards, or asks for
-0 tokens, and then gets a log-probability without a token."""
+"""Without this patch verl's SGLang server generates responses that are cut off afterwards, or asks
+for 0 tokens, and then gets a log-probability without a token."""
 
 import functools
 

@@ -1,5 +1,5 @@
-"""Without this patch some of verl's agent loops lose the routes of the rollout, or hand on those of an
-earlier turn, and tokens without a route are replayed as expert 0."""
+"""Without this patch some of verl's agent loops lose the routes of the rollout, or hand on those of
+an earlier turn, and tokens without a route are replayed as expert 0."""
 
 import logging
 from collections.abc import Callable, Iterator

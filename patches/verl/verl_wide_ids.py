@@ -1,7 +1,8 @@
 """Without this patch the ids that verl records wrap at 256: expert 300 becomes 44 in the replay."""
 
+import sys
+
 from replay_patch.patches.verl._passes import casts_to_uint8, wide_ids
-from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
 
@@ -15,8 +16,7 @@ def _needed() -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    original = probe.find(f"{_MODULE}:{_NAME}")
-    transaction.set_everywhere(_NAME, original, wide_ids(original))
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, wide_ids)
 
 
 PATCH = Patch(

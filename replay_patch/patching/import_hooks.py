@@ -41,19 +41,16 @@ def _when_complete(spec: Any, module: ModuleType, callback: Callable[[], None]) 
     importlib sets `spec._initializing = False` as the very last step of an import, and offers no
     hook there. So for the rest of this one import that attribute is a property of the spec.
     """
-    plain: type[ModuleSpec] = type(spec)
+    spec_class: type[ModuleSpec] = type(spec)
 
-    def done(self: Any, value: bool) -> None:
-        self.__class__ = plain
+    def end_import(self: Any, value: bool) -> None:
+        self.__class__ = spec_class
         self._initializing = value
         if sys.modules.get(spec.name) is module:
             callback()
         else:  # the import failed and was taken back: wait for the next one
             when_imported(spec.name, callback)
 
-    # Two waiting callbacks nest: the inner property is met again when `done` sets the attribute.
-    spec.__class__ = type(plain.__name__, (plain,), {"_initializing": property(_true, done)})
-
-
-def _true(spec: Any) -> bool:
-    return True
+    # Two waiting callbacks nest: the inner property is met again when `end_import` sets the value.
+    initializing = property(lambda spec: True, end_import)
+    spec.__class__ = type(spec_class.__name__, (spec_class,), {"_initializing": initializing})

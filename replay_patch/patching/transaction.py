@@ -92,8 +92,10 @@ class Transaction:
         """
         original = vars(cls)[name]
         function = getattr(original, "__func__", original)
-        made: Any = functools.wraps(function, updated=())(make(function))
-        self.set(cls, name, staticmethod(made) if isinstance(original, staticmethod) else made)
+        wrapper: Any = functools.wraps(function, updated=())(make(function))
+        self.set(
+            cls, name, staticmethod(wrapper) if isinstance(original, staticmethod) else wrapper
+        )
 
     def wrap_everywhere(
         self, module: Any, name: str, make: Callable[[Any], Callable[..., Any]]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
 from replay_patch.megatron.parallel_ranks import ParallelRanks
 from replay_patch.refusals import refuse
 from replay_patch.replay.per_thread import PerThread
+from replay_patch.routes.device_copies import to_device
 
 
 class Rows:

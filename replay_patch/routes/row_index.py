@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
+from replay_patch.routes.device_copies import to_device
 
 
 class RowIndex:

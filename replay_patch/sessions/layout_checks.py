@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
 from replay_patch.megatron.parallel_ranks import ParallelRanks
+from replay_patch.routes.device_copies import to_device
 
 
 def check_rank(layout: Any, config: Any) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError, RouteError
 from replay_patch.megatron.parallel_ranks import ParallelRanks, gathers_rows
 from replay_patch.routes import RouteBatch, Routes, TokenLayout
+from replay_patch.routes.device_copies import to_device
 from replay_patch.routes.expert_ids import ids_dtype
 
 

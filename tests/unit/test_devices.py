@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from replay_patch import RouteError
-from replay_patch.device_copies import to_device
 from replay_patch.replay.router_checks import check_capture
+from replay_patch.routes.device_copies import to_device
 
 ROOT = Path(__file__).parents[2]
 # The matrix is a CPU bed that stands in for torch.cuda: it is no part of a job.

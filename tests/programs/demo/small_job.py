@@ -16,16 +16,16 @@ SIZES = {
 
 
 def results(*seeds: int) -> list[Any]:
-    from replay_patch.demo.job import run
-    from replay_patch.demo.rollout import Sizes
+    from replay_patch.demo.experiment import run
+    from replay_patch.demo.model import Sizes
 
     return [run(seed, Sizes(**SIZES)) for seed in seeds]
 
 
 def tampered() -> str:
     """The error of a job whose routers choose natively, whatever is to be replayed."""
-    from replay_patch.demo.job import run
-    from replay_patch.demo.rollout import Sizes
+    from replay_patch.demo.experiment import run
+    from replay_patch.demo.model import Sizes
     from replay_patch.errors import ReplayPatchError
     from replay_patch.replay import router_replay
 

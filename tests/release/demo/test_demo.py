@@ -13,7 +13,7 @@ from helpers import interpreters
 from programs.demo import small_job
 
 from replay_patch.demo.launch import MEASURES, format_demo, run_demo
-from replay_patch.demo.rollout import SIZES
+from replay_patch.demo.model import SIZES
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.environments import NEWEST
 

@@ -144,9 +144,10 @@ CASES = [
     case(
         "verl_environment",
         "verl.trainer.constants_ppo",
-        "def get_ppo_ray_runtime_env():\n    return {it}\n",
-        "{'env_vars': {}}",
-        "forwarded('REPLAY_PATCH')",
+        "import os\ndef get_ppo_ray_runtime_env():\n"
+        "    return {{'env_vars': {{k: '1' for k in os.environ if k.startswith({it})}}}}\n",
+        "'NCCL_'",
+        "('NCCL_', 'REPLAY_')",
     ),
     case(
         "skyrl_environment",
@@ -239,3 +240,15 @@ def test_verls_engine_is_left_alone_when_it_clears_and_knows_padded_rows(
 
     probe("verl_wide_ids", utils, text.format(", data_format"))
     assert not probe("verl_engine_pass", module, PASS.format(**{**engine, "word": "finally"}))
+
+
+def test_a_comment_is_no_finally(probe: object) -> None:
+    actor = {"cls": "MegatronPPOActor", "word": "except ValueError:  # finally"}
+
+    assert probe("verl_actor_pass", "verl.workers.actor.megatron_actor", PASS.format(**actor))
+
+
+def test_an_environment_that_only_names_our_variables_lacks_them(probe: object) -> None:
+    text = "def get_ppo_ray_runtime_env():\n    'REPLAY_PATCH'\n    return {'env_vars': {}}\n"
+
+    assert probe("verl_environment", "verl.trainer.constants_ppo", text)
