@@ -36,12 +36,13 @@ matrix: setup
 
 # What the drift report compares with: all that patches change or rely on, in every tested release.
 fingerprints: setup
-	$(BIN)/python -m replay_patch.drift.comparison --write
+	$(BIN)/python -m replay_patch.matrix.fingerprints_on_bed --write
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 docs: setup
 	$(BIN)/python tools/generated_docs.py

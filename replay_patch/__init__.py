@@ -16,12 +16,15 @@ if TYPE_CHECKING:
         SettingsError,
         WireError,
     )
-    from replay_patch.megatron.routers import local_layers
+    from replay_patch.megatron.local_layers import local_layers
     from replay_patch.patching.activation import Status, activate, deactivate, status
     from replay_patch.routes import RouteBatch, Routes, TokenLayout
     from replay_patch.sessions.schedule import recording, replaying
 
 __version__ = "0.1.0"
+
+OFF = frozenset({"", "0", "false", "off", "no"})
+"""Words that switch a setting off. Here, because with the plugin off nothing else is loaded."""
 
 _HOME = {
     "Status": "patching.activation",
@@ -34,7 +37,7 @@ _HOME = {
     "RouteError": "errors",
     "SettingsError": "errors",
     "WireError": "errors",
-    "local_layers": "megatron.routers",
+    "local_layers": "megatron.local_layers",
     "RouteBatch": "routes",
     "Routes": "routes",
     "TokenLayout": "routes",

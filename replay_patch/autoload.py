@@ -9,7 +9,7 @@ wrong is kept for `replay_patch.status()` and raised where replay is used.
 import logging
 import os
 
-OFF = frozenset({"", "0", "false", "off", "no"})
+from replay_patch import OFF
 
 _log = logging.getLogger(__name__)
 

@@ -168,14 +168,14 @@ def _named(what: str, path: str) -> Iterator[None]:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from replay_patch.demo import run
+    from replay_patch.demo import launch, report
 
     if args.plot and importlib.util.find_spec("matplotlib") is None:  # before the work, not after
         raise ReplayPatchError("--plot needs matplotlib: pip install 'replay-patch[plot]'")
-    result = run.run_demo(args.megatron, args.seed, args.cache, args.megatron_path)
-    _report(args, result, run.format_demo(result))
+    result = launch.run_demo(args.megatron, args.seed, args.cache, args.megatron_path)
+    _report(args, result, report.format_demo(result))
     if args.plot:
-        run.plot_demo(result, args.plot)
+        report.plot_demo(result, args.plot)
     return 0
 
 

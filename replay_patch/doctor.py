@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_patch import __version__
-from replay_patch.drift import comparison
+from replay_patch.drift import comparison, examination
 from replay_patch.patching import activation
 from replay_patch.patching.registry import megatron_modules, patches
 
@@ -34,8 +34,8 @@ def examine() -> dict[str, Any]:
     Returns:
         `enabled`, `active` (all of the plugin, with every patch decided), `trigger`, `versions`
         (name -> {"version", "path"} or None), `settings`, `patches`, `problems`; `drift`, how this
-        Megatron differs from the tested releases (see `matrix.drift.compare`), which by itself is
-        no problem, and `drift_problem`, what could not be compared, or None.
+        Megatron differs from the tested releases (see `drift.comparison.compare`), which by itself
+        is no problem, and `drift_problem`, what could not be compared, or None.
     """
     errors = _import_all()
     status = activation.status()
@@ -43,7 +43,7 @@ def examine() -> dict[str, Any]:
     versions = {name: _version(name) for name in _PACKAGES}
     moved: dict[str, Any] = {"drift": [], "problem": None}
     if status.enabled and versions["megatron.core"] is not None:
-        moved = comparison.examine()
+        moved = examination.examine()
     return {
         "enabled": status.enabled,
         "active": status.active and not problems,

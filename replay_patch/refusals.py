@@ -1,8 +1,9 @@
-"""How a refusal names the router and the release that it is about."""
+"""Errors and warnings about routers: what was found and expected, in which release and layer."""
 
 import importlib.metadata
 import logging
 import sys
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from replay_patch.errors import RouteError
@@ -10,28 +11,50 @@ from replay_patch.errors import RouteError
 _log = logging.getLogger(__name__)
 
 
-def refuse(found: str, expected: str, replay: Any = None) -> NoReturn:
-    """Raise RouteError with the release, the router (unless None), and both halves."""
-    where = "" if replay is None else f", router of {describe(replay)}"
-    raise RouteError(f"{installed_megatron()}{where}: {found}; expected {expected}")
+@dataclass(frozen=True)
+class Where:
+    """Which router an error or a warning is about; as a string `layer 1 of MTP block 2`.
+
+    Attributes:
+        layer_number: Megatron's, from 1; None if the router has not been told.
+        mtp_depth: the place of its block in `mtp.layers`, from 1; 0 in the decoder.
+    """
+
+    layer_number: int | None
+    mtp_depth: int = 0
+
+    @classmethod
+    def of(cls, router: Any) -> "Where":
+        """That of a router of Megatron's, which knows no depth, or of its replay object."""
+        return cls(router.layer_number, getattr(router, "mtp_depth", 0))
+
+    def __str__(self) -> str:
+        number = "?" if self.layer_number is None else self.layer_number
+        return f"layer {number}" + (f" of MTP block {self.mtp_depth}" if self.mtp_depth else "")
+
+
+def refuse(found: str, expected: str, where: Where | None = None) -> NoReturn:
+    """Raise RouteError with the release, the router (unless None), and both halves.
+
+    Args:
+        found: what is wrong.
+        expected: what would have been right, and what to do.
+        where: the router it is about.
+    """
+    router = "" if where is None else f", router of {where}"
+    raise RouteError(f"{installed_megatron()}{router}: {found}; expected {expected}")
 
 
 def installed_megatron() -> str:
     """`megatron-core X.Y.Z` as it calls itself. For messages only."""
     info = sys.modules.get("megatron.core.package_info")
-    found = getattr(info, "__version__", None)
-    if found is None:
+    version = getattr(info, "__version__", None)
+    if version is None:
         try:
-            found = importlib.metadata.version("megatron-core")
+            version = importlib.metadata.version("megatron-core")
         except importlib.metadata.PackageNotFoundError:
-            found = "(version unknown)"
-    return f"megatron-core {found}"
-
-
-def describe(replay: Any) -> str:
-    """`layer 3` or `layer 1 of MTP block 2`, as errors name a router."""
-    number = "?" if replay.layer_number is None else replay.layer_number
-    return f"layer {number}" + (f" of MTP block {replay.mtp_depth}" if replay.mtp_depth else "")
+            version = "(version unknown)"
+    return f"megatron-core {version}"
 
 
 def warn_once(message: str, *args: Any) -> None:

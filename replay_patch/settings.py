@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from replay_patch.autoload import OFF
+from replay_patch import OFF
 from replay_patch.errors import SettingsError
 
 ON = frozenset({"1", "true", "on", "yes"})

@@ -48,7 +48,7 @@ def _without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_patches(*args: Any, **kwargs: Any) -> Any:
         # It gives back the original only where its own function is what stands there.
         patches = probe.find(_MANAGER).patches_info.values()
-        activation.lift([p.final_patch_func for p in patches if p.is_applied])
+        activation.uncover([p.final_patch_func for p in patches if p.is_applied])
         try:
             return original(*args, **kwargs)
         finally:

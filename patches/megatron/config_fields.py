@@ -46,7 +46,7 @@ def _apply(transaction: Transaction) -> None:
                 # Innermost: MindSpeed's wrapper hands on what the signature has, its own arguments
                 # included, and a `repatch` may have put the names among these.
                 accepting = functools.partial(_accepting, names=lacking)
-                transaction.innermost(cls, "__init__", accepting)
+                transaction.wrap_innermost(cls, "__init__", accepting)
     for name in missing[root]:
         # A subclass made later inherits fields and default by itself. typing.get_type_hints and
         # Megatron's argument factory read the annotation.

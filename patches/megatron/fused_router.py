@@ -19,10 +19,10 @@ def _needed() -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_ROUTER], _NAME, _honouring)
+    transaction.wrap_everywhere(sys.modules[_ROUTER], _NAME, _wrapped_topk_routing)
 
 
-def _honouring(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_topk_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.patching.compiling import opaque
     from replay_patch.replay import selection
 

@@ -27,12 +27,12 @@ def _needed() -> tuple[bool, str]:
         for argument in _ARGUMENTS
         if argument not in probe.parameters(f"{module}:{name}")
     ]
-    if not lacking and not _right_for_others():
+    if not lacking and not _asks_layout_of_other_stages():
         lacking = ["get_num_layers_to_build takes pp_rank, and does not tell a pipeline layout"]
     return bool(lacking), "; ".join(lacking) or "both helpers answer for any stage"
 
 
-def _right_for_others() -> bool:
+def _asks_layout_of_other_stages() -> bool:
     """Whether a layout with 1 and 2 layers on its stages is asked about the stage in question.
 
     MindSpeed's wrapper, whatever it is around, asks the layout about its own stage.
@@ -277,5 +277,5 @@ PATCH = Patch(
     remove_when="every supported release answers for any stage",
     needed=_needed,
     apply=_apply,
-    working=_right_for_others,
+    still_works=_asks_layout_of_other_stages,
 )

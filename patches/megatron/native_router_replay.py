@@ -20,9 +20,10 @@ def _needed() -> tuple[bool, str]:
 
 def _apply(transaction: Transaction) -> None:
     from replay_patch.replay import router_replay
+    from replay_patch.replay.action_replay import ActionReplay
 
     native = probe.find(_CLASS)
-    ours = vars(router_replay.RouterReplay)
+    ours = vars(ActionReplay) | vars(router_replay.RouterReplay)
     own = dict(vars(native))
     for name, value in ours.items():
         if name not in own and not name.startswith("__"):  # 0.16 lacks the static buffers
@@ -38,6 +39,7 @@ def _apply(transaction: Transaction) -> None:
 
 def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
     """Method name -> from the installed method to the one that checks first."""
+    from replay_patch.replay import selection
 
     def checked(check: Callable[..., None]) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
@@ -61,9 +63,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
             router_replay.check_native(default_compute_topk)
             if self.router_replay_action is None:
                 return original(self, scores, topk, num_groups, group_topk, default_compute_topk)
-            return router_replay.choose(
-                self, scores, topk, num_groups, group_topk, default_compute_topk
-            )
+            return selection.ask(self, scores, topk, num_groups, group_topk, default_compute_topk)
 
         return method
 

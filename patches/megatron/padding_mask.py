@@ -28,14 +28,20 @@ def _apply(transaction: Transaction) -> None:
     import megatron.core.transformer.moe.router as module
 
     router, model = module.TopKRouter, probe.find(_MODEL)
-    wrappers: dict[str, Callable[[Any], Any]] = {"apply_z_loss": _z_loss, "forward": _router}
+    wrappers: dict[str, Callable[[Any], Any]] = {
+        "apply_z_loss": _wrapped_z_loss,
+        "forward": _wrapped_router_forward,
+    }
     if "_apply_aux_loss" in vars(router):  # from 0.14 on
-        wrappers |= {name: _aux_loss for name in _LOSSES if name in vars(router)}
-        wrappers["attach_and_log_load_balancing_loss"] = _per_token
+        wrappers |= {name: _wrapped_aux_loss for name in _LOSSES if name in vars(router)}
+        wrappers["attach_and_log_load_balancing_loss"] = _wrapped_attach_loss
     else:
-        wrappers |= {_SCORES: _scores, "apply_load_balancing_loss": _load_balancing}
+        wrappers |= {
+            _SCORES: _wrapped_scores,
+            "apply_load_balancing_loss": _wrapped_load_balancing,
+        }
         if _SCORES in vars(router) and not _gives_map(vars(router)[_SCORES]):  # 0.12
-            wrappers["aux_loss_load_balancing"] = _tokens_per_expert
+            wrappers["aux_loss_load_balancing"] = _wrapped_load_balancing_of_0_12
     missing = sorted(wrappers.keys() - vars(router).keys())
     if missing:
         raise LookupError(
@@ -46,9 +52,9 @@ def _apply(transaction: Transaction) -> None:
         if name != "forward":
             with_globals(vars(router)[name], {})  # raises here, and not in the first forward
         transaction.wrap(router, name, make)
-    transaction.wrap(model, "forward", _model)
+    transaction.wrap(model, "forward", _wrapped_model_forward)
     if "build_schedule_plan" in vars(model):  # from 0.14 on
-        transaction.wrap(model, "build_schedule_plan", _plan)
+        transaction.wrap(model, "build_schedule_plan", _wrapped_build_schedule_plan)
 
 
 def _gives_map(compute: Any) -> bool:
@@ -66,29 +72,29 @@ def _gives_map(compute: Any) -> bool:
 # releases a model around it may not take one. A mask that is given is taken all the same.
 
 
-def _model(original: Callable[..., Any]) -> Any:
+def _wrapped_model_forward(original: Callable[..., Any]) -> Any:
     from replay_patch.replay import mask_tracker
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.pop("padding_mask", None)
-        if mask is None and not mask_tracker.known(self):
+        if mask is None and not mask_tracker.has_had_mask(self):
             return original(self, *args, **kwargs)
         padding = _padding(original, self, mask, args, kwargs)
         recompute = getattr(self.config, "recompute_granularity", None) is not None
         call = functools.partial(original, self, *args, **kwargs)
-        return mask_tracker.carrier_of(self).run(padding, call, recompute)
+        return mask_tracker.calls_of(self).run(padding, call, recompute)
 
     return forward
 
 
-def _plan(original: Callable[..., Any]) -> Any:
+def _wrapped_build_schedule_plan(original: Callable[..., Any]) -> Any:
     from replay_patch.replay import mask_tracker
 
     def build_schedule_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.pop("padding_mask", None)
-        if mask is not None or mask_tracker.known(self):
+        if mask is not None or mask_tracker.has_had_mask(self):
             padding = _padding(original, self, mask, args, kwargs)
-            mask_tracker.carrier_of(self).planned = padding
+            mask_tracker.calls_of(self).planned_padding = padding
         return original(self, *args, **kwargs)
 
     return build_schedule_plan
@@ -98,38 +104,38 @@ def _padding(original: Any, model: Any, mask: Any, args: Any, kwargs: Any) -> An
     """The padding of a call, or None: of its own mask, or of the one that a session holds."""
     from replay_patch.replay import mask_tracker, padding_rows
 
-    carrier = mask_tracker.carrier_of(model)
-    held, carrier.held = carrier.held, None
-    if mask is None and held is None:
+    calls = mask_tracker.calls_of(model)
+    of_session, calls.next_mask = calls.next_mask, None
+    if mask is None and of_session is None:
         return None
-    given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
-    hidden, input_ids = given.get("decoder_input"), given.get("input_ids")
+    arguments = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
+    hidden, input_ids = arguments.get("decoder_input"), arguments.get("input_ids")
     if hidden is None and not model.pre_process:
         hidden, input_ids = model.decoder.input_tensor, None
     input_ids = None if hidden is not None else input_ids
-    if mask is None:
-        return padding_rows.of_session(model, held, input_ids, hidden)
-    return padding_rows.of_model(model, mask, input_ids, hidden)
+    if of_session is not None and mask is None:
+        return padding_rows.padding_of_session(model, of_session, input_ids, hidden)
+    return padding_rows.padding_of_model_call(model, mask, input_ids, hidden)
 
 
-def _router(original: Callable[..., Any]) -> Any:
+def _wrapped_router_forward(original: Callable[..., Any]) -> Any:
     from replay_patch.patching.compiling import opaque
     from replay_patch.replay import mask_tracker, padding_rows
 
-    carriers = mask_tracker.carriers
+    calls_by_router = mask_tracker.calls_by_router
 
     @opaque
     def masked(router: Any, hidden: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
-        found = (
-            mask_tracker.find(router)
+        padding = (
+            mask_tracker.padding_of(router)
             if mask is None
-            else padding_rows.of_router(router, mask, hidden)
+            else padding_rows.padding_of_router_call(router, mask, hidden)
         )
         call = functools.partial(original, router, hidden, **kwargs)
-        return call() if found is None else padding_rows.work(router, found, call)
+        return call() if padding is None else padding_rows.run_with_padding(router, padding, call)
 
     def forward(self: Any, input: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
-        if padding_mask is None and not carriers:
+        if padding_mask is None and not calls_by_router:
             return original(self, input, **kwargs)
         return masked(self, input, padding_mask, kwargs)
 
@@ -151,11 +157,13 @@ def _router(original: Callable[..., Any]) -> Any:
 # Only called with a mask: else each is the original. `rows.real` is bool [R, 1].
 
 
-def _z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.replay import padding_rows
 
+    at_work = padding_rows.padding_at_work.by_thread
+
     def apply_z_loss(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = padding_rows.here(self, len(logits)) if padding_rows.at_work else None
+        rows = padding_rows.rows_at_work(self, len(logits)) if at_work else None
         if rows is None:
             return original(self, logits, *args, **kwargs)
         z_loss = _names(original)["z_loss_func"]
@@ -170,12 +178,14 @@ def _z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_z_loss
 
 
-def _aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """From 0.14 on. The rows of all ranks are known from what the release itself reduces."""
     from replay_patch.replay import padding_rows
 
+    at_work = padding_rows.padding_at_work.by_thread
+
     def apply(self: Any, probs: Any, scores: Any, routing_map: Any, *args: Any, **more: Any) -> Any:
-        rows = padding_rows.here(self, len(scores)) if padding_rows.at_work else None
+        rows = padding_rows.rows_at_work(self, len(scores)) if at_work else None
         if rows is None:
             return original(self, probs, scores, routing_map, *args, **more)
         names = _names(original)
@@ -194,21 +204,23 @@ def _aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             tokens, ranks = reduced
             return switch(*args, **kwargs) * rows.scale(tokens / kwargs["topk"], ranks)
 
-        bound = {
+        of_real_rows = {
             "reduce_from_tensor_model_parallel_region": noted,
             "switch_load_balancing_loss_func": scaled,
         }
         kept = scores * rows.real, routing_map & rows.real
-        return with_globals(original, bound)(self, probs, *kept, *args, **more)
+        return with_globals(original, of_real_rows)(self, probs, *kept, *args, **more)
 
     return apply
 
 
-def _per_token(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_attach_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.replay import padding_rows
 
+    at_work = padding_rows.padding_at_work.by_thread
+
     def attach(self: Any, activation: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = padding_rows.here(self, len(activation)) if padding_rows.at_work else None
+        rows = padding_rows.rows_at_work(self, len(activation)) if at_work else None
         if rows is None:
             return original(self, activation, *args, **kwargs)
         names = _scaled_by_tokens(self, original, rows)
@@ -217,13 +229,15 @@ def _per_token(original: Callable[..., Any]) -> Callable[..., Any]:
     return attach
 
 
-def _scores(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_scores(original: Callable[..., Any]) -> Callable[..., Any]:
     """0.12 and 0.13; 0.13 gives the map that it counts, too."""
     from replay_patch.replay import padding_rows
 
+    at_work = padding_rows.padding_at_work.by_thread
+
     def compute(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(self, logits, *args, **kwargs)
-        rows = padding_rows.here(self, len(logits)) if padding_rows.at_work else None
+        rows = padding_rows.rows_at_work(self, len(logits)) if at_work else None
         if rows is None:
             return out
         if isinstance(out, tuple):
@@ -233,12 +247,14 @@ def _scores(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _load_balancing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_load_balancing(original: Callable[..., Any]) -> Callable[..., Any]:
     """0.12 and 0.13: one method attaches either loss, which it is given as a partial."""
     from replay_patch.replay import padding_rows
 
+    at_work = padding_rows.padding_at_work.by_thread
+
     def apply(self: Any, activation: Any, load_balancing_loss_func: Any) -> Any:
-        rows = padding_rows.here(self, len(activation)) if padding_rows.at_work else None
+        rows = padding_rows.rows_at_work(self, len(activation)) if at_work else None
         if rows is None:
             return original(self, activation, load_balancing_loss_func)
         loss = load_balancing_loss_func
@@ -257,19 +273,20 @@ def _load_balancing(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _tokens_per_expert(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_load_balancing_of_0_12(original: Callable[..., Any]) -> Callable[..., Any]:
     """0.12 counts the choices in use, before capacity drops any, inside its top-k function."""
     from replay_patch.replay import padding_rows
-    from replay_patch.replay.padding_rows import SumOfRows
+
+    at_work = padding_rows.padding_at_work.by_thread
 
     def aux_loss_load_balancing(self: Any, logits: Any) -> Any:
-        rows = padding_rows.here(self, len(logits)) if padding_rows.at_work else None
+        rows = padding_rows.rows_at_work(self, len(logits)) if at_work else None
         if rows is None:
             return original(self, logits)
         topk = _names(original)["topk_softmax_with_capacity"]
 
         def of_real_rows(*args: Any, **kwargs: Any) -> Any:
-            with SumOfRows(rows):
+            with padding_rows.SumOfRows(rows):
                 return topk(*args, **kwargs)
 
         names = {"topk_softmax_with_capacity": of_real_rows}

@@ -18,21 +18,21 @@ def _needed() -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(f"{_MODULE}:MoELayer"), "forward", _fitting)
+    transaction.wrap(probe.find(f"{_MODULE}:MoELayer"), "forward", _wrapped_forward)
 
 
-def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.replay import padding_rows
 
-    place = list(inspect.signature(original).parameters).index("padding_mask") - 2
+    index = list(inspect.signature(original).parameters).index("padding_mask") - 2
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("padding_mask") is not None:
             mask = kwargs["padding_mask"]
-            kwargs["padding_mask"] = padding_rows.of_layer(self, mask, hidden_states)
-        elif len(args) > place and args[place] is not None:
-            mask = padding_rows.of_layer(self, args[place], hidden_states)
-            args = (*args[:place], mask, *args[place + 1 :])
+            kwargs["padding_mask"] = padding_rows.mask_of_layer(self, mask, hidden_states)
+        elif len(args) > index and args[index] is not None:
+            mask = padding_rows.mask_of_layer(self, args[index], hidden_states)
+            args = (*args[:index], mask, *args[index + 1 :])
         return original(self, hidden_states, *args, **kwargs)
 
     return forward

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.errors import RouteError
 from replay_patch.megatron.ascend import refuse_features
 from replay_patch.megatron.config import replay_enabled
 from replay_patch.patching import activation, probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
-from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.transformer.moe.router"
 _BASE = f"{_MODULE}:Router"
@@ -20,43 +18,20 @@ def _needed() -> tuple[bool, str]:
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(_BASE), "__init__", _guarding)
+    transaction.wrap(probe.find(_BASE), "__init__", _wrapped_init)
 
 
-def _guarding(original: Callable[..., None]) -> Callable[..., None]:
+def _wrapped_init(original: Callable[..., None]) -> Callable[..., None]:
+    from replay_patch.replay.router_checks import refuse_unknown_class
+
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if replay_enabled(self.config):
             activation.require_replay(f"{type(self).__name__} with routing replay on")
-            refuse_unknown(type(self))
+            refuse_unknown_class(type(self))
             refuse_features(self.config)
 
     return __init__
-
-
-def refuse_unknown(cls: Any) -> None:
-    """Raise RouteError for a router class with which replay would be ignored."""
-    if not issubclass(cls, probe.find(f"{_MODULE}:TopKRouter")):
-        expected = "a TopKRouter"
-    elif not _reaches_ours(cls.forward):
-        expected = "its forward to call TopKRouter.forward"
-    else:
-        return
-    raise RouteError(
-        f"{installed_megatron()}: router class {cls.__module__}.{cls.__qualname__} with routing "
-        f"replay on; expected {expected}, because replay would be ignored. Derive it so, or "
-        "switch replay off"
-    )
-
-
-def _reaches_ours(forward: Any) -> bool:
-    """Whether a router's forward is, or can call, the TopKRouter.forward that is patched."""
-    code = getattr(forward, "__code__", None)
-    return hasattr(forward, "__wrapped__") or (
-        code is not None
-        and "forward" in code.co_names
-        and ("__class__" in code.co_freevars or "TopKRouter" in code.co_names)
-    )
 
 
 PATCH = Patch(

@@ -31,12 +31,12 @@ def _apply(transaction: Transaction) -> None:
     router, base = probe.find(_ROUTER), probe.find(_BASE)
     if not hasattr(router, "router_replay"):
         transaction.set(router, "router_replay", None)  # what a router without replay answers
-    transaction.wrap(base, "set_layer_number", _numbering)
-    transaction.wrap(router, "__init__", _building)
-    transaction.wrap(router, "forward", _running)
+    transaction.wrap(base, "set_layer_number", _wrapped_set_layer_number)
+    transaction.wrap(router, "__init__", _wrapped_init)
+    transaction.wrap(router, "forward", _wrapped_forward)
 
 
-def _building(original: Callable[..., None]) -> Callable[..., None]:
+def _wrapped_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         from replay_patch import refusals
         from replay_patch.replay import router_replay
@@ -53,7 +53,7 @@ def _building(original: Callable[..., None]) -> Callable[..., None]:
         if not replay_enabled(self.config):
             if getattr(self, "router_replay", None) is not None:
                 # The release has taken the string "false" for true.
-                _leave(self.router_replay)
+                _remove_from_list(self.router_replay)
                 self.router_replay = None
             return
         if self.router_replay is None:
@@ -63,12 +63,12 @@ def _building(original: Callable[..., None]) -> Callable[..., None]:
         replay.num_experts, replay.topk = self.config.num_moe_experts, self.topk
         replay.graphed = router_cuda_graph(self.config)
         # The list is for positional callers; a dead router must not shift their positions.
-        weakref.finalize(self, _leave, replay).atexit = False
+        weakref.finalize(self, _remove_from_list, replay).atexit = False
 
     return __init__
 
 
-def _numbering(original: Callable[..., None]) -> Callable[..., None]:
+def _wrapped_set_layer_number(original: Callable[..., None]) -> Callable[..., None]:
     def set_layer_number(self: Any, layer_number: int) -> None:
         original(self, layer_number)
         if getattr(self, "router_replay", None) is not None:
@@ -77,12 +77,13 @@ def _numbering(original: Callable[..., None]) -> Callable[..., None]:
     return set_layer_number
 
 
-def _running(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.patching.compiling import opaque
-    from replay_patch.replay import recompute, router_call
+    from replay_patch.replay import microbatch_tracker, router_call
 
     run = opaque(router_call.run)
-    any_ended, check_ended = recompute.any_ended, opaque(recompute.check_ended)
+    any_ended = microbatch_tracker.any_ended
+    check_ended = opaque(microbatch_tracker.check_ended)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # getattr: a stranger's wrapper may keep this one in place after deactivate().
@@ -96,7 +97,7 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _leave(replay: Any) -> None:
+def _remove_from_list(replay: Any) -> None:
     from replay_patch.replay import router_replay
 
     entries = router_replay.instances()

@@ -45,7 +45,7 @@ def _forget(module: ModuleType) -> None:
             del mapping[key]
 
 
-def _arm(transaction: Transaction) -> None:
+def _append_finder(transaction: Transaction) -> None:
     transaction.append(sys.meta_path, _Provider(transaction), "sys.meta_path")
 
 
@@ -81,5 +81,5 @@ PATCH = Patch(
     needed=_needed,
     apply=_apply,
     vital=True,
-    arm=_arm,
+    before_import=_append_finder,
 )

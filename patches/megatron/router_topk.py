@@ -9,16 +9,19 @@ which run with the real names.
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.rebinding import globals_of, with_globals
 from replay_patch.patching.transaction import Transaction
 from replay_patch.refusals import installed_megatron
+
+if TYPE_CHECKING:
+    from replay_patch.replay.per_thread import PerThread
+    from replay_patch.replay.selection import ReplayObject
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUTER = "megatron.core.transformer.moe.router"
@@ -49,63 +52,59 @@ def _apply(transaction: Transaction) -> None:
     with_globals(original, {})  # raises here, and not in the first forward, if it cannot be done
     if not {"torch", "group_limited_topk"} <= inspect.unwrap(original).__globals__.keys():
         raise LookupError(f"{name} of {installed_megatron()} is not the function that we know")
-    transaction.set_everywhere(name, original, _replaying(original))
-    transaction.wrap(probe.find(f"{_ROUTER}:Router"), "gating", _noting)
+    transaction.set_everywhere(name, original, _wrapped_topk(original))
+    transaction.wrap(probe.find(f"{_ROUTER}:Router"), "gating", _wrapped_gating)
 
 
-def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_gating(original: Callable[..., Any]) -> Callable[..., Any]:
     """The top-k function knows no router; every way of running one begins with its gating."""
     from replay_patch.patching.compiling import opaque
     from replay_patch.replay import router_call
 
     note_gating = opaque(router_call.note_gating)
+    outside = router_call.gated_outside_forward.by_thread
 
     def gating(self: Any, *args: Any, **kwargs: Any) -> Any:
         replay = getattr(self, "router_replay", None)
         if replay is not None and replay.router_replay_action is not None:
             note_gating(replay)
-        elif router_call.astray:
+        elif outside:
             note_gating(None)
         return original(self, *args, **kwargs)
 
     return gating
 
 
-def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.patching.compiling import opaque
-    from replay_patch.replay import selection
-    from replay_patch.replay.router_call import astray, refuse_astray, running
+    from replay_patch.replay import router_call, selection
+    from replay_patch.replay.per_thread import PerThread
 
-    asking: dict[int, _Call] = {}  # by thread
+    call_at_work: PerThread[_Call] = PerThread()
     clone: Any = None
-    seen: list[Any] = []  # the globals that the clone was made with
+    clone_globals: list[Any] = []  # that the clone was made with
+    at_work = router_call.replay_at_work.by_thread
+    outside = router_call.gated_outside_forward.by_thread
 
     @opaque
     def select(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal clone, seen
-        thread = threading.get_ident()
-        replay = running.get(thread)
+        nonlocal clone, clone_globals
+        replay = router_call.replay_at_work.get()
         if replay is None:
-            refuse_astray()
+            router_call.refuse_gated_outside_forward()
             return original(*args, **kwargs)
         if kwargs.get("fused"):
             selection.warn_unfused(replay)
             kwargs = {**kwargs, "fused": False}
         now = globals_of(original)
-        if clone is None or any(a is not b for a, b in zip(now, seen, strict=True)):
-            clone, seen = _with_selection(original, asking), now
-        outer, asking[thread] = asking.get(thread), _Call(replay)
-        try:
+        if clone is None or any(a is not b for a, b in zip(now, clone_globals, strict=True)):
+            clone, clone_globals = _with_selection(original, call_at_work), now
+        with call_at_work.during(_Call(replay)):
             return clone(*args, **kwargs)
-        finally:
-            if outer is None:
-                del asking[thread]
-            else:
-                asking[thread] = outer
 
     @functools.wraps(original, updated=())
     def topk_function(*args: Any, **kwargs: Any) -> Any:
-        if not running and not astray:
+        if not at_work and not outside:
             return original(*args, **kwargs)
         return select(args, kwargs)
 
@@ -114,17 +113,22 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class _Call:
-    """One call of the top-k function: who is asked, and whether it has been."""
+    """One call of the top-k function: what is asked for the experts, and whether it has been."""
 
-    replay: Any
+    replay: "ReplayObject"
     answered: bool = False
 
 
-def _with_selection(original: Any, asking: dict[int, _Call]) -> Callable[..., Any]:
+def _with_selection(original: Any, call_at_work: "PerThread[_Call]") -> Callable[..., Any]:
     """`original` with the first `torch.topk` or `group_limited_topk` of a call answered by the
     replay object of the call."""
     names = inspect.unwrap(original).__globals__
     torch, group_limited_topk = names["torch"], names["group_limited_topk"]
+
+    def current_call() -> _Call:
+        call = call_at_work.get()
+        assert call is not None  # the clone runs in `select` only
+        return call
 
     class Torch:
         """torch, but for the selection. Capacity uses topk, too, later and along dim 0."""
@@ -137,7 +141,7 @@ def _with_selection(original: Any, asking: dict[int, _Call]) -> Callable[..., An
             def native(scores: Any, topk: int, *_: Any, **__: Any) -> Any:
                 return torch.topk(scores, k=topk, dim=dim, **kwargs)
 
-            call = asking[threading.get_ident()]
+            call = current_call()
             if call.answered or dim not in (1, -1) or scores.dim() != 2:
                 return native(scores, k)
             call.answered = True
@@ -147,7 +151,7 @@ def _with_selection(original: Any, asking: dict[int, _Call]) -> Callable[..., An
         def native(scores: Any, *_: Any, **__: Any) -> Any:
             return group_limited_topk(**kwargs | {"scores": scores})
 
-        call = asking[threading.get_ident()]
+        call = current_call()
         call.answered = True
         groups = (kwargs["num_groups"], kwargs["group_topk"])
         return call.replay.get_replay_topk(kwargs["scores"], kwargs["topk"], *groups, native)

@@ -41,7 +41,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch import refusals, replaying
     from replay_patch.megatron import routers
     from replay_patch.megatron.config import replay_enabled
-    from replay_patch.sessions.session import unwrap
+    from replay_patch.megatron.models import unwrap
 
     def schedule(self: Any, micro_batches: list[Any], *args: Any, **kwargs: Any) -> Any:
         routes = [batch.get(_FIELD) for batch in micro_batches]

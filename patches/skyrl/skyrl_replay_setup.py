@@ -72,8 +72,9 @@ def _forward(
     models by itself.
     """
     from replay_patch.device_copies import to_device
-    from replay_patch.megatron import parallel_ranks
-    from replay_patch.megatron.routers import local_layers, moe_layers
+    from replay_patch.megatron.layer_placement import moe_layers
+    from replay_patch.megatron.local_layers import local_layers
+    from replay_patch.megatron.parallel_ranks import ParallelRanks
     from replay_patch.replay import target_ids
     from replay_patch.replay.router_replay import MODULE, instances
     from replay_patch.routes import RouteBatch
@@ -98,7 +99,7 @@ def _forward(
         model_config.num_layers,
         rows=router_rows(layout, model_config),
         ep_size=model_config.expert_model_parallel_size,
-        first_padding=parallel_ranks.data_rank(model_config) * model_config.moe_router_topk,
+        first_padding=ParallelRanks.of(model_config).data_rank * model_config.moe_router_topk,
     )
     device = rollout_expert_indices.device
     given = to_device(found.expert_ids, device)
@@ -176,7 +177,7 @@ def microbatch(
     """
     import torch
 
-    from replay_patch.megatron.routers import moe_layers
+    from replay_patch.megatron.layer_placement import moe_layers
     from replay_patch.routes import Routes
 
     lengths, places, layout = _tokens(attention_mask, config, packed, sub_seq_lengths)

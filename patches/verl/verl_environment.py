@@ -1,11 +1,14 @@
-"""verl hands our variables on to its Ray workers."""
+"""Without this patch REPLAY_PATCH, set for the driver, does not reach verl's Ray workers: the
+models train without this plugin."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
+from replay_patch.patching.rebinding import Instead, with_globals
 from replay_patch.patching.transaction import Transaction
 from replay_patch.settings import PREFIX, variables
 
@@ -14,16 +17,23 @@ _NAME = "get_ppo_ray_runtime_env"
 
 
 def _needed() -> tuple[bool, str]:
-    made = getattr(probe.find(f"{_MODULE}:{_NAME}"), "__code__", None)
-    lacks = made is not None and PREFIX not in made.co_consts
+    make = probe.find(f"{_MODULE}:{_NAME}")
+    if make is None:
+        return False, "this release makes no environment for its workers"
+    # It only reads the environment: here one in which our variable is set.
+    with_ours = Instead(os, environ={**os.environ, PREFIX: "1"})
+    try:
+        lacks = PREFIX not in with_globals(make, {"os": with_ours})().get("env_vars", {})
+    except Exception:  # noqa: BLE001 - code of any release; ours in front does no harm
+        lacks = True
     return lacks, f"what it gives to workers {'lacks' if lacks else 'has'} our variables"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _with_ours)
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _forwarding_runtime_env)
 
 
-def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+def _forwarding_runtime_env(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_ppo_ray_runtime_env(*args: Any, **kwargs: Any) -> dict[str, Any]:
         made: dict[str, Any] = original(*args, **kwargs)
         return {**made, "env_vars": {**variables(), **made.get("env_vars", {})}}

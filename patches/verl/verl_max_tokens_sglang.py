@@ -1,8 +1,9 @@
-"""verl's SGLang server generates `response_length` tokens at most, and at least one."""
+"""Without this patch verl's SGLang server generates responses that are cut off afterwards, or asks for
+0 tokens, and then gets a log-probability without a token."""
 
 import functools
 
-from replay_patch.patches.verl import verl_max_tokens
+from replay_patch.patches.verl import _max_tokens
 from replay_patch.patching.patch import Patch
 
 _MODULE = "verl.workers.rollout.sglang_rollout.async_sglang_server"
@@ -15,14 +16,15 @@ PATCH = Patch(
     modules=(_MODULE,),
     requires="verl",
     why=(
-        "As `verl_max_tokens`, for verl's SGLang server: 0.7.0 lets a response grow where the "
-        "prompt is short. All releases ask for 0 tokens where a multi-turn loop has none left, and "
-        "SGLang then returns a log-probability without a token."
+        "verl 0.7.0 lets a response be as much longer as its prompt is shorter than the longest "
+        "one: `routed_experts` has rows for tokens that are cut off afterwards, and no common "
+        "shape. All releases ask for 0 tokens where a multi-turn loop has none left, and SGLang "
+        "then returns a log-probability without a token."
     ),
-    how=verl_max_tokens.HOW,
+    how=_max_tokens.HOW,
     upstream="none known: verl 0.9.1 still asks SGLang for 0 tokens",
     remove_when="every supported verl asks SGLang for 1 ... response_length tokens by itself",
-    needed=functools.partial(verl_max_tokens.needed, servers=_SERVERS),
+    needed=functools.partial(_max_tokens.needed, servers=_SERVERS),
     # verl 0.8 and later keep one token of SGLang's context free.
-    apply=functools.partial(verl_max_tokens.apply, servers=_SERVERS, spare=1),
+    apply=functools.partial(_max_tokens.apply, servers=_SERVERS, spare=1),
 )

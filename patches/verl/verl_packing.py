@@ -1,6 +1,6 @@
-"""verl's replay helpers get what they expect of the function that packs sequences (0.7.1)."""
+"""Without this patch recording fails in verl 0.7.1, and so does replaying: its helpers expect other
+results of the function that packs sequences, and give it routes, which it cannot pack."""
 
-import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -21,22 +21,23 @@ def _needed() -> tuple[bool, str]:
     if pack is None:
         return False, "the helpers pack with another function"
     ids = _nested([3, 2])
-    results, takes = len(_alone(pack)(ids)), _taken()
+    results, taken = len(_without_process_groups(pack)(ids)), _results_taken()
     try:
-        _alone(pack)(_nested([3, 2], 1, 2))
+        _without_process_groups(pack)(_nested([3, 2], 1, 2))
         routes = "packs"
     except RuntimeError:
         routes = "does not pack"
-    found = f"{_PACK} returns {results} results, recording takes {takes}; it {routes} routes"
-    return results != takes or routes != "packs", found
+    reason = f"{_PACK} returns {results} results, recording takes {taken}; it {routes} routes"
+    return results != taken or routes != "packs", reason
 
 
 def _apply(transaction: Transaction) -> None:
-    module, taken = sys.modules[_MODULE], _taken()
-    transaction.set(module, _PACK, _by_rows(getattr(module, _PACK), taken))
+    module = sys.modules[_MODULE]
+    packing = _packing_by_row_number(getattr(module, _PACK), _results_taken())
+    transaction.set(module, _PACK, packing)
 
 
-def _by_rows(original: Callable[..., Any], taken: int) -> Callable[..., Any]:
+def _packing_by_row_number(original: Callable[..., Any], taken: int) -> Callable[..., Any]:
     """Packs the numbers of rows instead of rows that are no single number."""
     import torch
 
@@ -52,14 +53,13 @@ def _by_rows(original: Callable[..., Any], taken: int) -> Callable[..., Any]:
     return preprocess_thd_no_padding
 
 
-def _taken() -> int:
+def _results_taken() -> int:
     """Into how many names recording unpacks the results."""
-    text = inspect.getsource(inspect.unwrap(probe.find(_RECORD)))
-    [line] = [line for line in text.splitlines() if f"= {_PACK}(" in line]
+    [line] = [line for line in probe.source(_RECORD).splitlines() if f"= {_PACK}(" in line]
     return len(line.partition("=")[0].split(","))
 
 
-def _alone(pack: Callable[..., Any]) -> Callable[..., Any]:
+def _without_process_groups(pack: Callable[..., Any]) -> Callable[..., Any]:
     """The packing function where there are no process groups."""
     ranks = types.SimpleNamespace(
         get_tensor_model_parallel_world_size=lambda: 1,

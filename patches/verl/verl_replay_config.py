@@ -1,4 +1,5 @@
-"""Settings of verl with which R2 cannot work are refused before anything is started."""
+"""Without this patch verl starts R2 with settings under which it fails in the first update, or
+replays the rollout's routes for recorded ones."""
 
 import sys
 from collections.abc import Callable
@@ -14,15 +15,16 @@ _NAME = "validate_config"
 
 
 def _needed() -> tuple[bool, str]:
-    names = probe.find(f"{_MODULE}:{_NAME}").__code__.co_names
-    return "enable_rollout_routing_replay" not in names, f"{_NAME} does not ask for the R2 sources"
+    # Read and not called: it wants the whole configuration, and prints.
+    asks = "enable_rollout_routing_replay" in probe.names_used(f"{_MODULE}:{_NAME}")
+    return not asks, f"{_NAME} {'asks' if asks else 'does not ask'} for the R2 sources"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _validated)
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _checked_validate_config)
 
 
-def _validated(original: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
         if "R2" in _modes(config.actor_rollout_ref.actor):
             correction = config.algorithm.get("rollout_correction") or {}
@@ -45,9 +47,8 @@ def _validated(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _modes(actor: Any) -> set[Any]:
     """Replay modes of the actor: its own (0.7, 0.8), and its engine's (0.7.1 on)."""
-    places = (actor, actor.get(actor.get("strategy") or "megatron"))
-    found = [(place.get("router_replay") or {}).get("mode") for place in places if place]
-    return set(found)
+    configs = (actor, actor.get(actor.get("strategy") or "megatron"))
+    return {(config.get("router_replay") or {}).get("mode") for config in configs if config}
 
 
 def _refuse(setting: str, why: str) -> None:

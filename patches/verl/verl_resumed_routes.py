@@ -1,6 +1,6 @@
-"""Routes of generations that verl aborted and resumed, each at its own token."""
+"""Without this patch the routes of a generation that verl aborted and resumed are put behind each
+other by number: one call without routes shifts all after it to other tokens."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,22 +16,21 @@ _MODULES = (
 
 
 def _client() -> Any:
-    found = [probe.find(f"{module}:{_NAME}") for module in _MODULES]
-    return next((cls for cls in found if cls is not None), None)
+    clients = [probe.find(f"{module}:{_NAME}") for module in _MODULES]
+    return next((client for client in clients if client is not None), None)
 
 
 def _needed() -> tuple[bool, str]:
-    method = vars(_client() or object).get("generate")
-    code = getattr(method and inspect.unwrap(method), "__code__", None)
-    merges = "routed_experts" in getattr(code, "co_names", ())
+    generate = vars(_client() or object).get("generate")
+    merges = "routed_experts" in probe.names_used(generate)
     return merges, f"{_NAME} {'puts' if merges else 'does not put'} rows together by their number"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap(_client(), "generate", _by_token)
+    transaction.wrap(_client(), "generate", _generate_with_routes_by_token)
 
 
-def _by_token(original: Callable[..., Any]) -> Callable[..., Any]:
+def _generate_with_routes_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.routes.trajectory import Trajectory, current, flat
 
     async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

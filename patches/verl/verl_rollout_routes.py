@@ -1,4 +1,5 @@
-"""verl's rollout routes reach the batch for every agent loop, each at its own token."""
+"""Without this patch some of verl's agent loops lose the routes of the rollout, or hand on those of an
+earlier turn, and tokens without a route are replayed as expert 0."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -26,27 +27,27 @@ def _needed() -> tuple[bool, str]:
 
 def _apply(transaction: Transaction) -> None:
     worker = _first(_WORKERS)
-    for owner in [worker, *_copied(worker, vars(worker)[_RUN])]:
-        transaction.wrap(owner, _RUN, _with_a_trajectory)
-    transaction.wrap(_first(_CLIENTS), "generate", _noted)
+    for owner in [worker, *_copies(worker, vars(worker)[_RUN])]:
+        transaction.wrap(owner, _RUN, _run_agent_loop_with_trajectory)
+    transaction.wrap(_first(_CLIENTS), "generate", _generate_noting_routes)
 
 
-def _copied(cls: Any, original: Any) -> Iterator[Any]:
+def _copies(cls: Any, original: Any) -> Iterator[Any]:
     """Classes of actors that exist already: Ray copies all methods, also inherited ones."""
     for sub in cls.__subclasses__():
-        if any(found is original for found in chain(vars(sub).get(_RUN))):
+        if any(function is original for function in chain(vars(sub).get(_RUN))):
             yield sub
-        yield from _copied(sub, original)
+        yield from _copies(sub, original)
 
 
-def _first(places: tuple[str, ...]) -> Any:
-    found = [cls for cls in map(probe.find, places) if cls is not None]
-    if not found:
-        raise LookupError(f"none of {', '.join(places)} is there")
-    return found[0]
+def _first(targets: tuple[str, ...]) -> Any:
+    classes = [cls for cls in map(probe.find, targets) if cls is not None]
+    if not classes:
+        raise LookupError(f"none of {', '.join(targets)} is there")
+    return classes[0]
 
 
-def _with_a_trajectory(original: Callable[..., Any]) -> Callable[..., Any]:
+def _run_agent_loop_with_trajectory(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.routes.trajectory import Trajectory, current
 
     async def _run_agent_loop(
@@ -55,9 +56,9 @@ def _with_a_trajectory(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _replays(self):
             return await original(self, sampling_params, trajectory, **kwargs)
         if "_agent_loop_postprocess" not in vars(self):  # of the class it is, a user's too
-            self._agent_loop_postprocess = _routed(self._agent_loop_postprocess)
-        this = Trajectory(_name(trajectory, kwargs), unwanted=bool(trajectory["validate"]))
-        before = current.set(this)
+            self._agent_loop_postprocess = _postprocess_with_routes(self._agent_loop_postprocess)
+        routes = Trajectory(_name(trajectory, kwargs), unwanted=bool(trajectory["validate"]))
+        before = current.set(routes)
         try:
             return await original(self, sampling_params, trajectory, **kwargs)
         finally:
@@ -74,14 +75,14 @@ def _replays(worker: Any) -> bool:
 
 
 def _name(trajectory: Any, kwargs: Any) -> str:
-    said = {"uid": kwargs.get("uid"), "session": kwargs.get("session_id"), **trajectory}
-    said.pop("validate")
+    fields = {"uid": kwargs.get("uid"), "session": kwargs.get("session_id"), **trajectory}
+    fields.pop("validate")
     return "verl: " + ", ".join(
-        f"{key} {value}" for key, value in said.items() if value is not None
+        f"{key} {value}" for key, value in fields.items() if value is not None
     )
 
 
-def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+def _generate_noting_routes(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.routes.trajectory import current
 
     async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,15 +98,15 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _routed(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+def _postprocess_with_routes(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     """Of one worker. It does nothing once the plugin is deactivated: there is no trajectory."""
     from replay_patch.routes.trajectory import current
 
     async def _agent_loop_postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
         trajectory = current.get()
         if trajectory is not None and output is not None:
-            for one in output if isinstance(output, list) else [output]:
-                one.routed_experts = None if trajectory.unwanted else _routes(trajectory, one)
+            for each in output if isinstance(output, list) else [output]:
+                each.routed_experts = None if trajectory.unwanted else _routes(trajectory, each)
         return await postprocess(output, *args, **kwargs)
 
     return _agent_loop_postprocess
@@ -113,11 +114,11 @@ def _routed(postprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 def _routes(trajectory: Any, output: Any) -> Any:
     tokens = [*output.prompt_ids, *output.response_ids]
-    places = enumerate(output.response_mask, len(output.prompt_ids))
-    sampled = [place for place, by_model in places if by_model]
+    response = enumerate(output.response_mask, len(output.prompt_ids))
+    sampled = [token for token, by_model in response if by_model]
     routes = trajectory.routes(tokens)
     if routes is None and output.routed_experts is not None:
-        routes = _own(trajectory.name, output.routed_experts, tokens, sampled)
+        routes = _routes_of_loop(trajectory.name, output.routed_experts, tokens, sampled)
     if routes is None or (sampled and (routes < 0).all()):
         raise RouteError(
             f"{trajectory.name}: no token has routed_experts, though "
@@ -125,7 +126,7 @@ def _routes(trajectory: Any, output: Any) -> Any:
             "token. Does this engine return them (vLLM: enable_return_routed_experts), and for "
             "these tokens? A loop that generates in threads of its own has to hand them on"
         )
-    missing = sum(1 for place in sampled[:-1] if (routes[place] < 0).any())
+    missing = sum(1 for token in sampled[:-1] if (routes[token] < 0).any())
     if missing:
         _log.warning(
             "%s: %d of %d sampled tokens have no routed_experts; the trainer routes these natively",
@@ -136,9 +137,9 @@ def _routes(trajectory: Any, output: Any) -> Any:
     return routes
 
 
-def _own(name: str, rows: Any, tokens: list[int], sampled: list[int]) -> Any:
-    """Routes that a loop hands on without verl's client, which nothing but their number tells to
-    be of the whole sequence."""
+def _routes_of_loop(name: str, rows: Any, tokens: list[int], sampled: list[int]) -> Any:
+    """The routes that a loop itself hands on, without verl's client. Only their number tells that
+    they are of the whole sequence."""
     from replay_patch.routes.trajectory import Trajectory
 
     least = sampled[-1] if sampled else 0

@@ -1,15 +1,14 @@
-"""verl's helpers find the routers of a stage by their layers, not by places in a list."""
+"""Without this patch verl finds the routers of a stage by their places in a list of all routers:
+each may get the experts of another layer, and nothing says so."""
 
-import contextlib
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 from replay_patch.errors import RouteError
 from replay_patch.megatron.config import replay_enabled
+from replay_patch.patches.verl._passes import replay_objects
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
@@ -21,52 +20,33 @@ _SET = f"{_MODULE}:set_router_replay_data"
 
 
 def _needed() -> tuple[bool, str]:
-    helper = probe.find(_LIST)
-    code = getattr(getattr(helper, "__func__", helper), "__code__", None)
-    positional = code is not None and "router_instances" in code.co_names
+    positional = "router_instances" in probe.names_used(_LIST)
     return positional, f"the helper {'slices' if positional else 'does not slice'} a list"
 
 
 def _apply(transaction: Transaction) -> None:
     helper = probe.find(f"{_MODULE}:RouterReplayHelper")
-    transaction.wrap(helper, "get_micro_batch_router_list", _by_layer)
-    code = inspect.unwrap(probe.find(_SET)).__code__
-    if "index_by_layer" not in code.co_varnames:  # 0.7.0
+    transaction.wrap(helper, "get_micro_batch_router_list", _router_list_by_layer)
+    if "index_by_layer" not in probe.names_used(_SET):  # 0.7.0
         module = sys.modules[_MODULE]
-        transaction.set(module, "set_router_replay_data", _in_its_order(module))
+        transaction.set(module, "set_router_replay_data", _reordering_set_replay_data(module))
 
 
 def _layers(tf_config: Any, vp_rank: int | None) -> tuple[int, ...]:
     """The MoE layers of this stage; verl's `vp_rank` may be None, and 0 without virtual stages."""
-    from replay_patch.megatron.routers import local_layers
+    from replay_patch.megatron.local_layers import local_layers
 
     virtual = getattr(tf_config, "virtual_pipeline_model_parallel_size", None)
     return local_layers(tf_config, vp_stage=(vp_rank or 0) if virtual else None)
 
 
-_running: ContextVar[list[Any] | None] = ContextVar("replay objects of a model", default=None)
-
-
-@contextlib.contextmanager
-def running(chunks: Sequence[Any]) -> Iterator[None]:
-    """Here the helpers mean the decoder of this model; else the only one with replay on."""
-    from replay_patch.megatron.routers import decoder_routers
-
-    found = [r.router_replay for chunk in chunks for r in decoder_routers(chunk).values()]
-    token = _running.set([entry for entry in found if entry is not None])
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
-def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+def _router_list_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     from replay_patch.replay import router_replay
 
     def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
         if not replay_enabled(tf_config):  # a critic or reference, beside an actor of other layers
             return []
-        entries = _running.get()
+        entries = replay_objects.get()
         if entries is None:
             entries = [e for e in router_replay.instances() if not e.mtp_depth]
         if not entries:
@@ -89,9 +69,9 @@ def _by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_micro_batch_router_list
 
 
-def _in_its_order(module: Any) -> Callable[..., None]:
+def _reordering_set_replay_data(module: Any) -> Callable[..., None]:
     """For 0.7.0, which takes layer i + (layers before this stage) of the data for router i."""
-    from replay_patch.megatron.routers import moe_layers
+    from replay_patch.megatron.layer_placement import moe_layers
 
     original = module.set_router_replay_data
 
@@ -99,20 +79,20 @@ def _in_its_order(module: Any) -> Callable[..., None]:
     def set_router_replay_data(
         layers_topk_idx: Any, attention_mask: Any, tf_config: Any, vp_rank: int | None = None
     ) -> None:
-        held = int(layers_topk_idx.shape[2])
+        routed_layers = int(layers_topk_idx.shape[2])
         all_moe = moe_layers(tf_config)
         axis = list(range(1, int(tf_config.num_layers) + 1))
-        if held != len(axis):
+        if routed_layers != len(axis):
             axis = list(all_moe)
-        if held != len(axis):
+        if routed_layers != len(axis):
             raise RouteError(
-                f"{installed_megatron()}, verl: routes of {held} layers; expected all "
+                f"{installed_megatron()}, verl: routes of {routed_layers} layers; expected all "
                 f"{tf_config.num_layers}, or the {len(all_moe)} MoE layers"
             )
         layers = _layers(tf_config, vp_rank)
         start = module.get_current_rank_layer_info(tf_config, vp_rank)["start"]
-        places = [0] * start + [axis.index(number) for number in layers]
-        original(layers_topk_idx[:, :, places], attention_mask, tf_config, vp_rank)
+        order = [0] * start + [axis.index(number) for number in layers]
+        original(layers_topk_idx[:, :, order], attention_mask, tf_config, vp_rank)
 
     return set_router_replay_data
 

@@ -1,7 +1,7 @@
-"""verl's names for routing replay run on Megatron's routers as they are, and on our checks."""
+"""Without this patch verl replaces Megatron's routing by a copy of one release's, which fails on
+others or drops what they have added; and it forgets the routers of every earlier engine."""
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +15,8 @@ _NAMES = ("RouterReplay", "RouterReplayAction")
 
 
 def _needed() -> tuple[bool, str]:
-    code = getattr(probe.find(f"{_MODULE}:apply_router_replay_patch"), "__code__", None)
-    replaces = code is not None and "routing" in code.co_names
+    # Read and not called: it changes Megatron.
+    replaces = "routing" in probe.names_used(f"{_MODULE}:apply_router_replay_patch")
     return replaces, f"apply_router_replay_patch replaces {'' if replaces else 'not '}TopKRouter's"
 
 
@@ -27,21 +27,21 @@ def _apply(transaction: Transaction) -> None:
     native = importlib.import_module(router_replay.MODULE)
     for name in _NAMES:
         transaction.set(module, name, getattr(native, name))
-    transaction.set(module, "apply_router_replay_patch", _nothing_to_apply)
+    transaction.set(module, "apply_router_replay_patch", _replaced_router_replay_patch)
     cls = native.RouterReplay
     transaction.set(cls, "router_instances", cls.global_router_replay_instances)
-    if "replay_mask" not in inspect.signature(cls.set_target_indices).parameters:
-        transaction.wrap(cls, "set_target_indices", _masked)
+    if "replay_mask" not in probe.parameters(cls.set_target_indices):
+        transaction.wrap(cls, "set_target_indices", _masked_set_target_indices)
 
 
-def _nothing_to_apply() -> None:
+def _replaced_router_replay_patch() -> None:
     """What verl does to Megatron here is done already, without replacing its routing. The list of
     routers is not cleared: that would cut off the routers of a model built before, and an entry
     leaves it with its router."""
     activation.require_replay("verl's apply_router_replay_patch()")
 
 
-def _masked(original: Callable[..., None]) -> Callable[..., None]:
+def _masked_set_target_indices(original: Callable[..., None]) -> Callable[..., None]:
     from replay_patch.replay import target_ids
 
     def set_target_indices(self: Any, topk_indices: Any, replay_mask: Any = None) -> None:

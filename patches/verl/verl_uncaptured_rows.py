@@ -1,4 +1,5 @@
-"""verl's way from padded to packed sequences keeps the -1 of tokens without a route."""
+"""Without this patch the -1 of a token without a route becomes 255 where verl packs padded
+sequences: no expert, or another one."""
 
 import sys
 from collections.abc import Callable
@@ -14,16 +15,16 @@ _NAME = "left_right_2_no_padding"
 
 
 def _needed() -> tuple[bool, str]:
-    code = getattr(probe.find(f"{_MODULE}:{_NAME}"), "__code__", None)
-    narrows = code is not None and "uint8" in code.co_names
+    # Read and not called: it calls a package of kernels that is not installed everywhere.
+    narrows = "uint8" in probe.names_used(f"{_MODULE}:{_NAME}")
     return narrows, f"{_NAME} {'makes ids uint8' if narrows else 'leaves ids as they are'}"
 
 
 def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _signed)
+    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _signed_left_right_2_no_padding)
 
 
-def _signed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _signed_left_right_2_no_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     return with_globals(original, {"torch": Instead(torch, uint8=torch.int32)})

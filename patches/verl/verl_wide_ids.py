@@ -1,6 +1,6 @@
-"""Ids recorded by verl's helper keep their value above 256 experts."""
+"""Without this patch the ids that verl records wrap at 256: expert 300 becomes 44 in the replay."""
 
-from replay_patch.patches.verl.verl_engine_pass import casts_to_uint8, wide_ids
+from replay_patch.patches.verl._passes import casts_to_uint8, wide_ids
 from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
@@ -10,8 +10,8 @@ _NAME = "merge_router_topk_indices"
 
 
 def _needed() -> tuple[bool, str]:
-    narrow = casts_to_uint8(probe.find(f"{_MODULE}:{_NAME}"))
-    return narrow, f"{_NAME} casts {'' if narrow else 'not '}to uint8"
+    narrows = casts_to_uint8(f"{_MODULE}:{_NAME}")
+    return narrows, f"{_NAME} casts {'' if narrows else 'not '}to uint8"
 
 
 def _apply(transaction: Transaction) -> None:

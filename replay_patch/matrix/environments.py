@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import platformdirs
 from packaging.version import InvalidVersion, Version
 
 from replay_patch.errors import ReplayPatchError
@@ -57,23 +58,16 @@ _NO_NETWORK = re.compile(
 _DISK_FULL = re.compile(r"No space left on device|Errno 28|Disk quota exceeded")
 
 
-def cache_dir(given: str | os.PathLike[str] | None = None) -> Path:
+def cache_dir(folder: str | os.PathLike[str] | None = None) -> Path:
     """Where releases are kept.
 
     Args:
-        given: this folder; else REPLAY_PATCH_CACHE, else `replay-patch` in the platform's cache.
+        folder: this one; else REPLAY_PATCH_CACHE, else `replay-patch` in the platform's cache.
     """
-    chosen = given or os.environ.get("REPLAY_PATCH_CACHE")
+    chosen = folder or os.environ.get("REPLAY_PATCH_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
-    home = Path.home()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return base / "replay-patch"
+    return platformdirs.user_cache_path("replay-patch", appauthor=False, opinion=False)
 
 
 def environment(release: str, cache: str | os.PathLike[str] | None = None) -> Path:

@@ -14,9 +14,9 @@ from packaging.version import Version
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.environments import NEWEST, TESTED_RELEASES, checkout, environment
 
-__all__ = ["Environment", "Say", "is_installed", "plan"]
+__all__ = ["Environment", "Progress", "is_installed", "plan"]
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 """Called with one line of progress."""
 
 
@@ -44,7 +44,7 @@ def plan(
     megatron_paths: Sequence[str] = (),
     mindspeed_paths: Sequence[str] = (),
     cache: str | None = None,
-    say: Say = print,
+    say: Progress = print,
 ) -> list[Environment]:
     """The environments asked for; releases that are not in the cache are downloaded.
 
@@ -60,7 +60,7 @@ def plan(
         installed, with it.
     """
     words = {"all": TESTED_RELEASES, "latest": (NEWEST,)}
-    wanted = [release for given in releases for release in words.get(given, (given,))]
+    wanted = [release for name in releases for release in words.get(name, (name,))]
     out = [_release(release, cache, say) for release in dict.fromkeys(wanted)]
     out += [_folder(path) for path in dict.fromkeys(megatron_paths)]
     alone = out[0] if len(out) == 1 else None
@@ -68,12 +68,12 @@ def plan(
         out = [Environment("installed")]
         if is_installed("mindspeed"):
             out.append(Environment("installed", mindspeed="installed"))
-    for given in dict.fromkeys(mindspeed_paths):
-        out.append(_with_mindspeed(given, alone, cache, say))
+    for argument in dict.fromkeys(mindspeed_paths):
+        out.append(_with_mindspeed(argument, alone, cache, say))
     return out
 
 
-def _release(release: str, cache: str | None, say: Say) -> Environment:
+def _release(release: str, cache: str | None, say: Progress) -> Environment:
     say(f"Megatron-core {release}")
     try:
         folder = environment(release, cache)
@@ -82,18 +82,18 @@ def _release(release: str, cache: str | None, say: Say) -> Environment:
         return Environment(release, problem=str(error))
 
 
-def _folder(given: str) -> Environment:
+def _folder(path: str) -> Environment:
     try:
-        return Environment(given, checkout(given))
+        return Environment(path, checkout(path))
     except ReplayPatchError as error:
-        return Environment(given, problem=str(error))
+        return Environment(path, problem=str(error))
 
 
 def _with_mindspeed(
-    given: str, alone: Environment | None, cache: str | None, say: Say
+    argument: str, alone: Environment | None, cache: str | None, say: Progress
 ) -> Environment:
-    place, _, pair = given.partition("=")
-    path = Path(place).expanduser().absolute()
+    folder, _, pair = argument.partition("=")
+    path = Path(folder).expanduser().absolute()
     name = path.name
     if not (path / "mindspeed").is_dir():
         problem = f"{path} holds no mindspeed; expected the folder of a MindSpeed checkout"

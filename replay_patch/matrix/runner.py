@@ -5,13 +5,7 @@ Each environment (a Megatron, with or without MindSpeed) is a process that impor
 """
 
 import collections
-import contextlib
-import json
 import os
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -19,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from replay_patch.drift import comparison
-from replay_patch.matrix.planning import Environment, Say, is_installed
+from replay_patch.matrix import fingerprints_on_bed
+from replay_patch.matrix.planning import Environment, Progress, is_installed
 from replay_patch.matrix.registry import Check
-from replay_patch.processes import environ
+from replay_patch.processes import Child, child, environ
 
 __all__ = ["Cell", "Matrix", "run"]
 
 _IMPORT_SECONDS = 300.0  # Megatron with all its optional packages, on a slow file system
-_STOP_SECONDS = 5.0
+_OVERDUE_SECONDS = 30.0  # a process that lives kills a check that is late itself
 _POLL_SECONDS = 0.2
-_LINES_KEPT = 12
+_LINES_SHOWN = 12
 _STANDINS = Path(__file__).with_name("standins")
 
 
@@ -62,8 +57,8 @@ class Matrix:
     @property
     def green(self) -> bool:
         """Whether some cell passed, and none is a fail or an error."""
-        found = {cell.status for cell in self.cells}
-        return "pass" in found and not found & {"fail", "error"}
+        statuses = {cell.status for cell in self.cells}
+        return "pass" in statuses and not statuses & {"fail", "error"}
 
 
 # --- running ----------------------------------------------------------------------------------
@@ -75,7 +70,7 @@ def run(
     *,
     jobs: int | None = None,
     timeout: float = 60.0,
-    say: Say = print,
+    say: Progress = print,
 ) -> Matrix:
     """Run every check in every environment. Ctrl-C ends it with the cells that are finished.
 
@@ -89,44 +84,47 @@ def run(
     jobs = jobs or os.cpu_count() or 1
     at_once = max(1, min(jobs, len(environments)))
     share = max(1, jobs // at_once)
-    runs = [_Run(env, checks, share, timeout, say) for env in environments]
+    runs = [_EnvironmentRun(env, checks, share, timeout, say) for env in environments]
     interrupted = False
     with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(one.run) for one in runs]
+        futures = [pool.submit(environment_run.run) for environment_run in runs]
         try:
             while wait(futures, _POLL_SECONDS).not_done:
                 pass  # another thread may get the signal, and would not wake a waiting one
         except KeyboardInterrupt:
             interrupted = True
             say("interrupted: stopping")
-            for one in runs:
-                one.stop()
+            for environment_run in runs:
+                environment_run.stop()
         for future in futures:
             future.result()
-    cells = [cell for one in runs for cell in one.in_order()]
-    return Matrix(_told_apart(cells, runs), [i for one in runs for i in one.drift], interrupted)
+    drift = [item for environment_run in runs for item in environment_run.drift]
+    return Matrix(_cells_of_all(runs), drift, interrupted)
 
 
-def _told_apart(cells: list[Cell], runs: Sequence["_Run"]) -> list[Cell]:
-    """Two of one version (a release and a fork) also get the name they were asked by."""
-    asked = collections.Counter((one.env.megatron, one.env.mindspeed) for one in runs)
-    if max(asked.values(), default=0) < 2:
-        return cells
-    out = []
-    for one in runs:
-        megatron, mindspeed = one.env.megatron, one.env.mindspeed
-        if asked[megatron, mindspeed] > 1:
-            megatron = f"{megatron} ({one.asked})"
-            mindspeed = mindspeed and f"{mindspeed} ({one.env.mindspeed_path or 'installed'})"
-        out += [replace(c, megatron=megatron, mindspeed=mindspeed) for c in one.in_order()]
-    return out
+def _cells_of_all(runs: Sequence["_EnvironmentRun"]) -> list[Cell]:
+    """By environment; two of one version (a release and a fork) get the name they were asked by,
+    too."""
+    environments = [environment_run.env for environment_run in runs]
+    count = collections.Counter((env.megatron, env.mindspeed) for env in environments)
+    cells = []
+    for environment_run, env in zip(runs, environments, strict=True):
+        megatron, mindspeed = env.megatron, env.mindspeed
+        if count[megatron, mindspeed] > 1:
+            megatron = f"{megatron} ({environment_run.asked})"
+            mindspeed = mindspeed and f"{mindspeed} ({env.mindspeed_path or 'installed'})"
+        cells += [
+            replace(cell, megatron=megatron, mindspeed=mindspeed)
+            for cell in environment_run.in_order()
+        ]
+    return cells
 
 
-class _Run:
-    """One environment: its process, and what it has said."""
+class _EnvironmentRun:
+    """One environment: its process, and the cells that it has finished."""
 
     def __init__(
-        self, env: Environment, checks: Sequence[Check], jobs: int, timeout: float, say: Say
+        self, env: Environment, checks: Sequence[Check], jobs: int, timeout: float, say: Progress
     ) -> None:
         self.env, self.asked = env, env.megatron
         self.drift: list[dict[str, str]] = []
@@ -134,20 +132,20 @@ class _Run:
         self._jobs, self._timeout, self._say = jobs, timeout, say
         self._cells: dict[str, Cell] = {}
         self._problem = env.problem
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
         self._stopped = False
 
     def run(self) -> None:
         """Never raises for what is wrong with the environment: its cells say it."""
         if not (self._problem or self._stopped):
             try:
-                self._look()
-                self._listen()
+                self._compare_with_tested()
+                self._run_checks()
             except OSError as error:  # no room, no memory for a process
                 self._problem = f"the checks cannot be started: {error}"
-        found = collections.Counter(cell.status for cell in self.in_order())
+        statuses = collections.Counter(cell.status for cell in self.in_order())
         seconds = sum(cell.seconds for cell in self._cells.values())
-        counts = ", ".join(f"{n} {status}" for status, n in sorted(found.items()))
+        counts = ", ".join(f"{n} {status}" for status, n in sorted(statuses.items()))
         self._say(f"{self.env}: {counts} ({seconds:.0f} s of checks)")
 
     def stop(self) -> None:
@@ -175,93 +173,56 @@ class _Run:
             folders.append(_STANDINS)
         return folders
 
-    def _look(self) -> None:
-        """Say how this Megatron differs from the tested ones. Those need not be looked at."""
+    def _compare_with_tested(self) -> None:
+        """Say how this Megatron differs from the tested ones, if it is none of them."""
         if self.env.is_tested:
             return
         path = [] if self.env.path is None else [self.env.path]
-        seen = comparison.examine(path, cpu=True, timeout=_IMPORT_SECONDS)
-        self.drift = [{"megatron": str(self.env), **item} for item in seen["drift"]]
-        if self.drift:
-            self._say(f"{self.env}: {comparison.describe(seen['drift'])}")
+        drift = fingerprints_on_bed.examine(path, timeout=_IMPORT_SECONDS)["drift"]
+        self.drift = [{"megatron": str(self.env), **item} for item in drift]
+        if drift:
+            self._say(f"{self.env}: {comparison.describe(drift)}")
 
-    def _listen(self) -> None:
-        """Start the process and take its lines as they come."""
-        command = [sys.executable, "-W", "ignore", "-m", "replay_patch.matrix.cells"]
-        command += ["--checks", ",".join(check.name for check in self._checks)]
-        command += ["--jobs", str(self._jobs), "--timeout", str(self._timeout)]
-        command += ["--mindspeed"] if self.env.mindspeed else []
-        # An empty folder to start in: with -m it comes first on the path, and may hold a megatron.
-        # It is also where all temporary files go, because a killed process leaves them.
-        with (
-            tempfile.TemporaryDirectory(prefix="replay-patch-matrix-") as folder,
-            subprocess.Popen(
-                command,
-                env=environ(self._folders()) | {"TMPDIR": folder},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C is ours to pass on
-            ) as process,
-        ):
+    def _run_checks(self) -> None:
+        """Run the process of this environment and take its messages as they come."""
+        arguments = ["--checks", ",".join(check.name for check in self._checks)]
+        arguments += ["--jobs", str(self._jobs), "--timeout", str(self._timeout)]
+        arguments += ["--mindspeed"] if self.env.mindspeed else []
+        env, limit = environ(self._folders()), _IMPORT_SECONDS
+        with child("replay_patch.matrix.cells", *arguments, env=env, own_session=True) as process:
             self._process = process
             if self._stopped:
                 process.terminate()
-            said: collections.deque[str] = collections.deque(maxlen=_LINES_KEPT)
-            assert process.stderr is not None
-            reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
-            reader.start()
-            self._take(process)
-            process.wait()
-            reader.join(_STOP_SECONDS)
+            try:
+                while (message := process.next_message(limit)) is not None:
+                    self._take(message)
+                    limit = self._timeout + _OVERDUE_SECONDS
+            except TimeoutError:
+                self._problem = f"no sign of life for {limit:g} s, and killed"
         if len(self._cells) < len(self._checks) and not (self._problem or self._stopped):
-            last = "".join(said).strip()
-            self._problem = f"its process died (exit code {process.returncode}):\n{last}"
+            last = "\n".join(process.last_lines(_LINES_SHOWN))
+            self._problem = f"its process died (exit code {process.exit_code}):\n{last}"
 
-    def _take(self, process: "subprocess.Popen[str]") -> None:
-        """Take the lines of the process; kill it if the next one is long overdue."""
-
-        def overdue() -> None:
-            self._problem = f"no sign of life for {limit:g} s, and killed"
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_SECONDS)
-            process.kill()
-
-        assert process.stdout is not None
-        limit = _IMPORT_SECONDS
-        while True:
-            timer = threading.Timer(limit, overdue)
-            timer.start()
-            line = process.stdout.readline()
-            timer.cancel()
-            if not line.endswith("\n"):  # the end, maybe in the middle of one
-                return
-            self._note(json.loads(line))
-            limit = self._timeout + 30.0  # the process itself kills what is late
-
-    def _note(self, said: dict[str, Any]) -> None:
-        if "problem" in said:
-            self._problem = said["problem"]
-        elif "check" in said:
-            cell = self._cell(said["check"], said["status"], said["seconds"], said["detail"])
+    def _take(self, message: dict[str, Any]) -> None:
+        """Take what `cells` says: a problem, a finished cell, or what was imported."""
+        if "problem" in message:
+            self._problem = message["problem"]
+        elif "check" in message:
+            cell = self._cell(**message)
             self._cells[cell.check] = cell
             if cell.status in ("fail", "error"):
                 first = cell.detail.partition("\n")[0]
                 self._say(f"{self.env}: {cell.check} {cell.status}: {first}")
         else:
-            expected = self.env.path
-            if expected is not None and Path(said["folder"]).resolve() != expected.resolve():
+            expected, folder = self.env.path, message["folder"]
+            if expected is not None and Path(folder).resolve() != expected.resolve():
                 self._problem = (
-                    f"megatron was imported from {said['folder']}, expected from {expected}; "
+                    f"megatron was imported from {folder}, expected from {expected}; "
                     "remove the other one from PYTHONPATH, or uninstall it"
                 )
                 self.stop()
                 return
             mindspeed = self.env.mindspeed
             if mindspeed == "installed":
-                mindspeed = said["mindspeed"]
-            self.env = replace(self.env, megatron=said["megatron"], mindspeed=mindspeed)
+                mindspeed = message["mindspeed"]
+            self.env = replace(self.env, megatron=message["megatron"], mindspeed=mindspeed)

@@ -1,87 +1,90 @@
-"""Where this process is among the ranks, and what follows for layouts, masks and chunks."""
+"""Where this process is among the parallel ranks, and which router rows it therefore has.
 
-import inspect
+Tensor parallelism (tp) shares layers, sequence parallelism (sp) cuts the positions of a sequence
+over the same ranks, context parallelism (cp) cuts them again, pipeline parallelism (pp) gives each
+rank other layers, and virtual stages give it several pieces of the model.
+"""
+
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from replay_patch.device_copies import to_device
-from replay_patch.errors import LayoutError
+from torch import Tensor
 
 
-def check_rank(layout: Any, config: Any) -> None:
-    """Refuse a layout that was made for another rank: it would have the right number of rows."""
-    cut = getattr(layout, "cut", None)
-    if cut is None:
-        return
-    cp_size = getattr(config, "context_parallel_size", 1)
-    expected = {"cp_size": cp_size, "cp_rank": cp_rank() if cp_size > 1 else 0}
-    if cut.sequence_parallel and cut.tp_size > 1:
-        expected |= {"tp_size": config.tensor_model_parallel_size, "tp_rank": tp_rank()}
-    found = {name: getattr(cut, name) for name in expected}
-    if found != expected:
-        raise LayoutError(f"the layout is for {found}: this rank and its config are {expected}")
+@dataclass(frozen=True)
+class ParallelRanks:
+    """The ranks that share the tokens of a microbatch, as a config has them.
 
-
-def takes_mask(chunk: Any) -> bool:
-    """Whether this Megatron's own model takes `padding_mask` (from 0.16 on)."""
-    return "padding_mask" in inspect.signature(chunk.forward).parameters
-
-
-def mask_of_stage(chunk: Any, config: Any, device: Any, layout: Any) -> Any:
-    """The padding mask in the shape that this stage takes.
-
-    The first stage takes [B, S] and scatters it itself over sequence-parallel ranks; a later one
-    takes this rank's part of S, as its hidden states are.
-
-    Raises:
-        LayoutError: S cannot be cut for sequence parallelism.
+    Attributes:
+        tp_size: tensor-parallel ranks.
+        cp_size: context-parallel ranks.
+        sequence_parallel: whether each tensor-parallel rank has a part of the positions only.
+        gathers_rows: whether a router sees the rows of all tensor-parallel ranks all the same.
     """
-    mask = layout.padding_mask
-    size = config.tensor_model_parallel_size
-    if config.sequence_parallel and size > 1 and not getattr(chunk, "pre_process", True):
-        if mask.shape[1] % size:
-            raise LayoutError(
-                f"{mask.shape[1]} positions: expected a multiple of {size} for sequence parallelism"
-            )
-        mask = mask.chunk(size, dim=1)[tp_rank()].contiguous()
-    return to_device(mask, device)
+
+    tp_size: int
+    cp_size: int
+    sequence_parallel: bool
+    gathers_rows: bool
+
+    @classmethod
+    def of(cls, config: Any) -> "ParallelRanks":
+        """Those of a TransformerConfig. Asks no process group."""
+        return cls(
+            getattr(config, "tensor_model_parallel_size", 1),
+            getattr(config, "context_parallel_size", 1),
+            bool(config.sequence_parallel),
+            gathers_rows(config),
+        )
+
+    @property
+    def tp_rank(self) -> int:
+        """This process's."""
+        return tp_rank()
+
+    @property
+    def cp_rank(self) -> int:
+        """This process's; 0 where there is one only."""
+        return cp_rank() if self.cp_size > 1 else 0
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts sequence parallelism cuts the positions; 1 without."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    def own_part(self, tensor: Tensor, dim: int) -> Tensor:
+        """What sequence parallelism leaves this rank of a tensor with its positions along `dim`."""
+        if self.sequence_parts == 1:
+            return tensor
+        return tensor.chunk(self.sequence_parts, dim=dim)[self.tp_rank]
+
+    @property
+    def data_rank(self) -> int:
+        """A number that ranks whose routers see other tokens do not share; others do."""
+        state = _parallel_state()
+        if state is None:
+            return 0
+        rank = int(state.get_data_parallel_rank(with_context_parallel=True))
+        if self.sequence_parallel and not self.gathers_rows:
+            rank = rank * self.tp_size + self.tp_rank
+        return rank
 
 
-# --- ranks ------------------------------------------------------------------------------------
-
-
-def data_rank(config: Any) -> int:
-    """A number that ranks with other tokens do not share; ranks with the same tokens do."""
-    state = _parallel_state()
-    if state is None:
-        return 0
-    rank = int(state.get_data_parallel_rank(with_context_parallel=True))
-    # alltoall_seq (0.12): the routers of all tensor-parallel ranks see all their rows.
-    if config.sequence_parallel and config.moe_token_dispatcher_type != "alltoall_seq":
-        rank = rank * config.tensor_model_parallel_size + tp_rank()
-    return rank
-
-
-def pp_rank() -> int:
-    """This process's; 0 without process groups, as those below."""
-    state = _parallel_state()
-    return 0 if state is None else int(state.get_pipeline_model_parallel_rank())
-
-
-def tp_rank() -> int:
-    """This process's."""
-    state = _parallel_state()
-    return 0 if state is None else int(state.get_tensor_model_parallel_rank())
-
-
-def cp_rank() -> int:
-    """This process's."""
-    state = _parallel_state()
-    return 0 if state is None else int(state.get_context_parallel_rank())
+def gathers_rows(config: Any) -> bool:
+    """Whether routers gather the rows of all tensor-parallel ranks before they select (0.12)."""
+    return bool(config.moe_token_dispatcher_type == "alltoall_seq")
 
 
 def vp_stages(chunk: Any, config: Any, index: int, chunks: int) -> Sequence[int | None]:
-    """The virtual stages that a chunk may be; several if nothing tells (0.12, some chunks only)."""
+    """The virtual stages that a chunk may be; several if nothing tells (0.12, some chunks only).
+
+    Args:
+        chunk: an unwrapped model chunk.
+        config: its config.
+        index: its place among the chunks of this rank that are at hand.
+        chunks: how many these are.
+    """
     size = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if size is None:
         return [None]
@@ -89,6 +92,24 @@ def vp_stages(chunk: Any, config: Any, index: int, chunks: int) -> Sequence[int 
     if own is not None:
         return [own]
     return [index] if chunks == size else range(size)
+
+
+def pp_rank() -> int:
+    """The pipeline rank of this process; 0 without process groups."""
+    state = _parallel_state()
+    return 0 if state is None else int(state.get_pipeline_model_parallel_rank())
+
+
+def tp_rank() -> int:
+    """The tensor-parallel rank of this process; 0 without process groups."""
+    state = _parallel_state()
+    return 0 if state is None else int(state.get_tensor_model_parallel_rank())
+
+
+def cp_rank() -> int:
+    """The context-parallel rank of this process; 0 without process groups."""
+    state = _parallel_state()
+    return 0 if state is None else int(state.get_context_parallel_rank())
 
 
 def _parallel_state() -> Any:

@@ -54,16 +54,16 @@ class Status:
 
 
 @dataclass
-class _Active:
+class _Activation:
     ledger: Ledger
     settings: Settings
     trigger: str
 
 
 _lock = threading.RLock()
-_now: _Active | None = None
-_hooked: set[str] = set()
-_kept: tuple[str, ...] | None = None  # places that deactivate() could not restore, once called
+_activation: _Activation | None = None
+_hooked_modules: set[str] = set()
+_not_restored: tuple[str, ...] | None = None  # places that deactivate() left; None: never called
 _load_error: str | None = None
 
 
@@ -86,16 +86,16 @@ def activate(strict: bool | None = None) -> Status:
     if asked.problems:
         raise SettingsError("; ".join(asked.problems))
     with _lock:
-        if _now is not None and strict is not None:
-            _now.settings = dataclasses.replace(_now.settings, strict=strict)
+        if _activation is not None and strict is not None:
+            _activation.settings = dataclasses.replace(_activation.settings, strict=strict)
         _start(asked, "activate()")
-    now = status()
-    if now.settings.problems:
-        raise SettingsError("; ".join(now.settings.problems))
-    failed = [f"{p.name}: {p.reason}" for p in now.patches if p.state == FAILED]
+    current = status()
+    if current.settings.problems:
+        raise SettingsError("; ".join(current.settings.problems))
+    failed = [f"{p.name}: {p.reason}" for p in current.patches if p.state == FAILED]
     if failed:
         raise PatchNotActive(_advise("the plugin is not fully active", failed))
-    return now
+    return current
 
 
 def autoload(trigger: str) -> None:
@@ -117,28 +117,28 @@ def deactivate() -> Status:
 
     What is not (somebody wrapped our wrapper) stays as it is and is named in `problems`.
     """
-    global _now, _kept
+    global _activation, _not_restored
     with _lock:
-        if _now is not None:
-            _kept = tuple(_now.ledger.undo())
-            _now = None
+        if _activation is not None:
+            _not_restored = tuple(_activation.ledger.undo())
+            _activation = None
     return status()
 
 
 def status() -> Status:
     """What triggered activation, and the verified state of each patch."""
-    now = _now
-    asked = now.settings if now is not None else _settings.read()
-    patches = now.ledger.states() if now is not None else ()
+    activation = _activation  # another thread may deactivate
+    asked = activation.settings if activation is not None else _settings.read()
+    patches = activation.ledger.states() if activation is not None else ()
     problems = [*asked.problems]
     problems += [
         f"patch {p.name} is {p.state}: {p.reason}"
         for p in patches
         if p.state in (FAILED, LOST, SKIPPED)
     ]
-    if now is None:
-        problems += [f"could not be restored: {where}" for where in _kept or ()]
-        if asked.enabled and _kept is None and "torch" in sys.modules:
+    if activation is None:
+        problems += [f"could not be restored: {where}" for where in _not_restored or ()]
+        if asked.enabled and _not_restored is None and "torch" in sys.modules:
             problems.append(
                 "replay was asked for (REPLAY_PATCH), torch is imported, and nothing has activated "
                 "the plugin: torch's loading of plugins was off at that moment (importing "
@@ -149,8 +149,8 @@ def status() -> Status:
         problems.append(f"activation failed: {_load_error}")
     return Status(
         enabled=asked.enabled,
-        active=now is not None and not problems,
-        trigger=None if now is None else now.trigger,
+        active=activation is not None and not problems,
+        trigger=None if activation is None else activation.trigger,
         settings=asked,
         patches=patches,
         problems=tuple(problems),
@@ -159,7 +159,8 @@ def status() -> Status:
 
 def strict() -> bool:
     """Whether what is usually a warning is an error in this process."""
-    return _now is not None and _now.settings.strict
+    activation = _activation
+    return activation is not None and activation.settings.strict
 
 
 def require_replay(feature: str) -> None:
@@ -170,15 +171,15 @@ def require_replay(feature: str) -> None:
     Raises:
         PatchNotActive: it says which patch, why, and what to do.
     """
-    now, vital = status(), registry.vital_names()
-    wrong = [*now.settings.problems]
+    current, vital = status(), registry.vital_names()
+    wrong = [*current.settings.problems]
     if _load_error is not None:
         wrong.append(f"activation failed: {_load_error}")
-    if now.trigger is None:
+    if current.trigger is None:
         wrong.append("replay-patch is not active in this process")
-    for patch in now.patches:
+    for patch in current.patches:
         missing = patch.name in vital and patch.state in (FAILED, LOST, SKIPPED)
-        broken = now.settings.strict and patch.state in (FAILED, LOST)
+        broken = current.settings.strict and patch.state in (FAILED, LOST)
         if missing or broken:
             wrong.append(f"patch {patch.name} is {patch.state}: {patch.reason}")
     if wrong:
@@ -191,22 +192,23 @@ def _advise(what: str, wrong: list[str]) -> str:
 
 def reinstall() -> None:
     """Put back what other code has overwritten, and decide again what was not needed."""
-    for module in _modules():
+    for module in _awaited_modules():
         if module in sys.modules:
-            _hook(module)
+            _apply_when_imported(module)
 
 
-def lift(strangers: Sequence[Any]) -> None:
-    """See `Ledger.lift`; `reinstall` afterwards."""
-    if _now is not None:
-        _now.ledger.lift(strangers)
+def uncover(functions: Sequence[Any]) -> None:
+    """See `Ledger.uncover`; `reinstall` afterwards."""
+    activation = _activation
+    if activation is not None:
+        activation.ledger.uncover(functions)
 
 
 def _start(asked: Settings, trigger: str) -> None:
     """Make the ledger and hook every module that a patch waits for."""
-    global _now
+    global _activation
     with _lock:
-        if _now is not None:
+        if _activation is not None:
             reinstall()
             return
         unknown = asked.skip - {p.name for p in registry.patches()}
@@ -216,33 +218,36 @@ def _start(asked: Settings, trigger: str) -> None:
             _log.warning("replay-patch: %s; using replay will be an error", problem)
             asked = dataclasses.replace(asked, problems=(*asked.problems, problem))
         _log_to_stderr(asked.log)
-        _now = _Active(Ledger(registry.patches(), asked), asked, trigger)
-    for module in _modules():
-        _hook(module)
+        _activation = _Activation(Ledger(registry.patches(), asked), asked, trigger)
+    for module in _awaited_modules():
+        _apply_when_imported(module)
     if os.environ.get("RANK", "0") == "0":
         _log.info("replay-patch is active (%s); %d patches", trigger, len(registry.patches()))
 
 
-def _modules() -> list[str]:
+def _awaited_modules() -> list[str]:
     """The modules that patches wait for, each once."""
     return list(dict.fromkeys(module for patch in registry.patches() for module in patch.modules))
 
 
-def _hook(module: str) -> None:
-    """Try the patches of `module` now if it is imported, and whenever it will be."""
-    known = module in _hooked
-    _hooked.add(module)
-    if not known or module in sys.modules:
-        when_imported(module, lambda: _imported(module))
+def _apply_when_imported(module: str) -> None:
+    """Try the patches of `module` now if it is imported, and whenever it will be.
+
+    A module that is not imported needs one hook, however often the plugin is activated.
+    """
+    hooked = module in _hooked_modules
+    _hooked_modules.add(module)
+    if not hooked or module in sys.modules:
+        when_imported(module, lambda: _apply_patches_of(module))
 
 
-def _imported(module: str) -> None:
-    now = _now
-    if now is None:  # deactivated since the hook was registered
+def _apply_patches_of(module: str) -> None:
+    activation = _activation
+    if activation is None:  # deactivated since the hook was registered
         return
     for patch in registry.patches():
         if module in patch.modules:
-            now.ledger.attempt(patch.name)
+            activation.ledger.apply_if_needed(patch.name)
 
 
 def _log_to_stderr(level: str | None) -> None:

@@ -32,7 +32,7 @@ class Ledger:
         if len(self._patches) != len(patches):
             raise ValueError(f"two patches have one name: {sorted(p.name for p in patches)}")
         self._skip = settings.skip
-        self._untried = set(self._patches)
+        self._undecided = set(self._patches)  # never tried
         self._states = {
             name: (
                 NOT_NEEDED if patch.optional else WAITING,
@@ -42,51 +42,53 @@ class Ledger:
         }
         self._transactions = {name: Transaction() for name in self._patches}
         for name, patch in self._patches.items():
-            if patch.arm is not None and name not in self._skip:
-                patch.arm(self._transactions[name])
-        self._armed = {name: len(t.changes) for name, t in self._transactions.items()}
+            if patch.before_import is not None and name not in self._skip:
+                patch.before_import(self._transactions[name])
+        # What is in place before the import stays when a patch fails or is applied again.
+        self._early_changes = {name: len(t.changes) for name, t in self._transactions.items()}
 
-    def attempt(self, name: str) -> None:
+    def apply_if_needed(self, name: str) -> None:
         """Apply a patch if it is needed and neither in place nor skipped; whole or not at all.
 
         One that other code has overwritten is taken back and applied again, on top of that code.
         """
         with self._lock:
             patch, transaction = self._patches[name], self._transactions[name]
-            self._untried.discard(name)
+            self._undecided.discard(name)
             again = ""
             if self._states[name][0] == ACTIVE:
-                gone = transaction.lost()
-                if not gone and (patch.working is None or patch.working()):
+                lost = transaction.lost()
+                if lost:
+                    again = f"; reinstalled, because other code had replaced {', '.join(lost)}"
+                elif patch.still_works is None or patch.still_works():
                     return
-                again = f"; reinstalled, because other code had replaced {', '.join(gone)}"
-                if not gone:
+                else:
                     again = "; reinstalled, because other code around it answered for it"
-                transaction.retire(self._armed[name])
+                transaction.prepare_to_apply_again(self._early_changes[name])
             before = len(transaction.changes)
             try:
-                needed, found = patch.needed()
+                needed, reason = patch.needed()
                 if not needed:
-                    self._states[name] = NOT_NEEDED, found
+                    self._states[name] = NOT_NEEDED, reason
                 elif name in self._skip:
-                    self._states[name] = SKIPPED, f"named in REPLAY_PATCH_SKIP ({found})"
+                    self._states[name] = SKIPPED, f"named in REPLAY_PATCH_SKIP ({reason})"
                 else:
                     patch.apply(transaction)
-                    self._states[name] = ACTIVE, found + again
+                    self._states[name] = ACTIVE, reason + again
             except Exception as error:  # noqa: BLE001 - an import hook must not raise
                 transaction.undo(before)
-                self._states[name] = FAILED, f"{type(error).__name__}: {error}"
-                found = self._states[name][1]
-                _log.warning("patch %s failed on %s: %s", name, installed_megatron(), found)
+                reason = f"{type(error).__name__}: {error}"
+                self._states[name] = FAILED, reason
+                _log.warning("patch %s failed on %s: %s", name, installed_megatron(), reason)
                 _log.debug("patch %s failed here", name, exc_info=True)
             else:
                 _log.debug("patch %s: %s (%s)", name, *self._states[name])
 
-    def lift(self, strangers: Sequence[Any]) -> None:
-        """Let other code find its own functions again where ours are directly around them."""
+    def uncover(self, functions: Sequence[Any]) -> None:
+        """Let other code find these functions of its own where ours are directly around them."""
         with self._lock:
             for name in reversed(self._patches):
-                self._transactions[name].lift(strangers)
+                self._transactions[name].uncover(functions)
 
     def states(self) -> tuple[PatchState, ...]:
         """The state of every patch now; an active one is verified first.
@@ -96,8 +98,8 @@ class Ledger:
         """
         with self._lock:
             for name, patch in self._patches.items():
-                if name in self._untried and any(map(complete, patch.modules)):
-                    self.attempt(name)
+                if name in self._undecided and any(map(complete, patch.modules)):
+                    self.apply_if_needed(name)
             return tuple(
                 PatchState(name, *self._verified(name), self._patches[name].targets)
                 for name in self._patches
@@ -105,8 +107,8 @@ class Ledger:
 
     def _verified(self, name: str) -> tuple[str, str]:
         state, reason = self._states[name]
-        gone = self._transactions[name].lost() if state == ACTIVE else []
-        return (LOST, f"replaced by other code: {', '.join(gone)}") if gone else (state, reason)
+        lost = self._transactions[name].lost() if state == ACTIVE else []
+        return (LOST, f"replaced by other code: {', '.join(lost)}") if lost else (state, reason)
 
     def undo(self) -> list[str]:
         """Take back all patches, last first; returns the places that are no longer ours."""

@@ -48,9 +48,9 @@ class Patch:
     """Names of the checks of `replay-patch matrix` that fail without it where it is needed."""
     vital: bool = False
     """Replay relies on it: without it a replay would be wrong or ignored."""
-    arm: Callable[[Transaction], None] | None = None
+    before_import: Callable[[Transaction], None] | None = None
     """What has to be in place before any of `modules` is imported."""
-    working: Callable[[], bool] | None = None
+    still_works: Callable[[], bool] | None = None
     """Whether it still works where other code is around ours; None: it does."""
 
     @property

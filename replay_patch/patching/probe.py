@@ -1,9 +1,11 @@
 """What is really installed here, asked of the live objects and never of a version string.
 
-Imports nothing and keeps nothing. A *target* is `module:qualname`.
+Imports nothing and keeps nothing. A *target* is `module:qualname`. What reads a function also takes
+the function itself: some have no target of their own.
 """
 
 import ast
+import dis
 import inspect
 import sys
 import textwrap
@@ -11,62 +13,88 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+from replay_patch.patching.wrappers import ABSENT, chain
+
 
 def find(target: str) -> Any:
     """The object at a target, or None if this release has none or it is not imported.
 
-    For a class attribute it is what stands in the class (a staticmethod stays one).
+    For a class attribute it is what stands in the class (a staticmethod stays one). For an actor
+    of Ray's it is the class that Ray runs, not Ray's object around that.
     """
-    name, _, path = target.partition(":")
-    module = sys.modules.get(name)
-    if module is None:
-        return None
-    import wrapt  # here: a broken one must not keep status() and the doctor from speaking
+    module, _, path = target.partition(":")
+    value: Any = sys.modules.get(module)
+    for name in path.split(".") if value is not None else ():
+        value = _attribute(value, name)
+        if value is ABSENT:
+            return None
+        metadata = getattr(value, "__ray_metadata__", None)
+        value = getattr(metadata, "modified_class", value)
+    return value
 
+
+def unwrapped(target: Any) -> Any:
+    """The function at a target without the wrappers (`__wrapped__`) around it."""
+    value = find(target) if isinstance(target, str) else target
+    *_, innermost = chain(getattr(value, "__func__", value))
+    return innermost
+
+
+def parameters(target: Any) -> frozenset[str]:
+    """Names in the signature of the callable at a target; empty if there is none."""
+    value = find(target) if isinstance(target, str) else target
     try:
-        return wrapt.resolve_path(module, path)[2]
-    except AttributeError:
-        return None
-
-
-def parameters(target: str) -> frozenset[str]:
-    """Names of the parameters of the callable at a target; empty if there is none."""
-    found = find(target)
-    if found is None:
-        return frozenset()
-    try:
-        return frozenset(inspect.signature(found).parameters)
+        return frozenset(inspect.signature(value).parameters)
     except (TypeError, ValueError):
         return frozenset()
 
 
-def names_used(target: str) -> frozenset[str]:
+def parameters_of_code(target: Any) -> tuple[str, ...]:
+    """What the code of the function at a target takes by name: a signature may be somebody's
+    edit. Empty if there is no Python function."""
+    code = getattr(unwrapped(target), "__code__", None)
+    if not isinstance(code, CodeType):
+        return ()
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def names_used(target: Any) -> frozenset[str]:
     """Global names, attributes, local names and parameters in the code of the function at a target,
     and of the functions in it. Empty if there is no Python function.
     """
     return frozenset(
         name
-        for code in _codes(find(target))
+        for code in _codes(target)
         for name in (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
     )
 
 
-def constants(target: str) -> frozenset[Any]:
+def globals_used(target: Any) -> frozenset[str]:
+    """Those of `names_used` that are looked up in the module: what `with_globals` can replace."""
+    return frozenset(
+        instruction.argval
+        for code in _codes(target)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "LOAD_GLOBAL"
+    )
+
+
+def constants(target: Any) -> frozenset[Any]:
     """The constants in the code of the function at a target, as `names_used` reads it; docstrings
     are among them."""
     return frozenset(
         constant
-        for code in _codes(find(target))
+        for code in _codes(target)
         for constant in code.co_consts
         if not isinstance(constant, CodeType)
     )
 
 
-def source(target: str) -> str:
+def source(target: Any) -> str:
     """The text of the function at a target, without comments and docstrings, laid out anew; ""
     where there is none to be had."""
     try:
-        text = textwrap.dedent(inspect.getsource(_innermost(find(target))))
+        text = textwrap.dedent(inspect.getsource(unwrapped(target)))
         tree = ast.parse(text)
     except (OSError, TypeError, SyntaxError):
         return ""
@@ -77,13 +105,17 @@ def source(target: str) -> str:
     return ast.unparse(tree)
 
 
-def _innermost(found: Any) -> Any:
-    return inspect.unwrap(getattr(found, "__func__", found))
+def _attribute(owner: Any, name: str) -> Any:
+    if inspect.isclass(owner):
+        for cls in owner.__mro__:
+            if name in vars(cls):
+                return vars(cls)[name]
+    return getattr(owner, name, ABSENT)
 
 
-def _codes(found: Any) -> Iterator[CodeType]:
+def _codes(target: Any) -> Iterator[CodeType]:
     """The code object of a function, and those of the functions in it."""
-    code = getattr(_innermost(found), "__code__", None)
+    code = getattr(unwrapped(target), "__code__", None)
     waiting = [code] if isinstance(code, CodeType) else []
     while waiting:
         code = waiting.pop()

@@ -25,15 +25,15 @@ def with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         return _clone(function, {**function.__globals__, **names}, function.__closure__)
-    there = with_globals(inner, names)
+    inner_clone = with_globals(inner, names)
     cells = function.__closure__ or ()
-    closure = tuple(types.CellType(there) if content(c) is inner else c for c in cells)
-    own = function.__globals__
-    held = {n: there for n in function.__code__.co_names if own.get(n) is inner}
-    if closure == cells and not held:
+    closure = tuple(types.CellType(inner_clone) if content(c) is inner else c for c in cells)
+    own_globals = function.__globals__
+    by_name = {n: inner_clone for n in function.__code__.co_names if own_globals.get(n) is inner}
+    if closure == cells and not by_name:
         where = f"{function.__module__}.{function.__qualname__}"
         raise LookupError(f"{where} wraps a function that it does not hold")
-    return _clone(function, {**own, **held}, closure)
+    return _clone(function, {**own_globals, **by_name}, closure)
 
 
 class Instead:

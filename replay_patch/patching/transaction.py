@@ -25,13 +25,13 @@ class _Change:
     write: Callable[[Any], None]
     delete: Callable[[], None]
 
-    def holds(self) -> bool:
+    def is_in_place(self) -> bool:
         return reaches(self.read(), self.ours)
 
     def undo(self) -> bool:
         """Put the original back. False if what stands there is not ours to replace."""
         if self.read() is not self.ours:
-            return self.original is not ABSENT and _splice_out(
+            return self.original is not ABSENT and _replace_inside(
                 self.read(), self.ours, self.original
             )
         if self.original is ABSENT:
@@ -42,23 +42,25 @@ class _Change:
 
 
 @dataclass
-class _Splice:
-    """A function put in the place of the innermost one of an attribute's chain of wrappers."""
+class _InnermostChange:
+    """A function put underneath other code's wrappers of a method, where they hold the original."""
 
     where: str
     original: Any
     ours: Any
     read: Callable[[], Any]
-    outer: Any
+    wrapper: Any
+    """What is directly around ours."""
     cell: Any
+    """In the closure of that wrapper, with what it calls."""
 
-    def holds(self) -> bool:
+    def is_in_place(self) -> bool:
         return reaches(self.read(), self.ours)
 
     def undo(self) -> bool:
         if self.cell.cell_contents is not self.ours:
             return False
-        self.cell.cell_contents = self.outer.__wrapped__ = self.original
+        self.cell.cell_contents = self.wrapper.__wrapped__ = self.original
         return True
 
 
@@ -66,17 +68,17 @@ class _Splice:
 class Transaction:
     """Notes every change of one patch, so that all of them can be verified and taken back."""
 
-    changes: list[_Change | _Splice] = field(default_factory=list)
-    earlier: list[list[_Change | _Splice]] = field(default_factory=list)
-    """What was lost before it was applied again. MindSpeed may bring it back: it puts what it once
-    found in a place there again when a feature goes off."""
+    changes: list[_Change | _InnermostChange] = field(default_factory=list)
+    replaced: list[list[_Change | _InnermostChange]] = field(default_factory=list)
+    """What other code had replaced each time that the patch was applied again. MindSpeed may bring
+    it back: it puts what it once found in a place there again when a feature goes off."""
     cleanups: list[Callable[[], None]] = field(default_factory=list)
     """Run on undo, after the changes are taken back."""
 
     def set(self, owner: Any, attribute: str, value: Any) -> None:
         """Set an attribute of a class or module; an inherited one is left alone on undo."""
         self._change(
-            _place(owner, attribute),
+            _path(owner, attribute),
             value,
             read=lambda: vars(owner).get(attribute, ABSENT),
             write=lambda v: setattr(owner, attribute, v),
@@ -100,22 +102,25 @@ class Transaction:
         original = vars(module)[name]
         self.set_everywhere(name, original, functools.wraps(original, updated=())(make(original)))
 
-    def innermost(self, cls: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    def wrap_innermost(
+        self, cls: Any, name: str, make: Callable[[Any], Callable[..., Any]]
+    ) -> None:
         """Replace a method, underneath all wrappers of other code that can be followed.
 
         Where the innermost wrapper does not hold what it wraps in its closure, ours comes around
         all of them.
         """
-        *around, inner = chain(vars(cls)[name])
-        outer = around[-1] if around else None
-        cells = cells_with(outer, inner)
+        *wrappers, original = chain(vars(cls)[name])
+        wrapper = wrappers[-1] if wrappers else None
+        cells = cells_with(wrapper, original)
         if len(cells) != 1:
             self.set(cls, name, make(vars(cls)[name]))
             return
-        ours, cell = make(inner), cells[0]
-        cell.cell_contents = around[-1].__wrapped__ = ours
-        where, read = _place(cls, name), functools.partial(vars(cls).get, name, ABSENT)
-        self.changes.append(_Splice(where, inner, ours, read, outer, cell))
+        [cell] = cells
+        ours = make(original)
+        cell.cell_contents = wrappers[-1].__wrapped__ = ours
+        where, read = _path(cls, name), functools.partial(vars(cls).get, name, ABSENT)
+        self.changes.append(_InnermostChange(where, original, ours, read, wrapper, cell))
 
     def set_everywhere(self, name: str, original: Any, value: Any) -> None:
         """Set every module attribute `name` that is `original`: importers bind names by value.
@@ -123,15 +128,15 @@ class Transaction:
         On undo also in the modules that were imported since.
         """
 
-        def bound_to(found: Any) -> list[Any]:
+        def modules_with(function: Any) -> list[Any]:
             modules = list(sys.modules.values())
-            return [m for m in modules if getattr(m, "__dict__", {}).get(name) is found]
+            return [m for m in modules if getattr(m, "__dict__", {}).get(name) is function]
 
-        for module in bound_to(original):
+        for module in modules_with(original):
             self.set(module, name, value)
 
         def give_back() -> None:
-            for module in bound_to(value):
+            for module in modules_with(value):
                 setattr(module, name, original)
 
         self.cleanups.append(give_back)
@@ -156,12 +161,12 @@ class Transaction:
 
     def lost(self) -> list[str]:
         """Places where what we put no longer is, not even under somebody's wrapper."""
-        generations = [
+        applications = [
             {c.where: c for c in changes}  # one patch may set a place twice: the last counts
-            for changes in (self.changes, *self.earlier)
+            for changes in (self.changes, *self.replaced)
         ]
-        held = {c.where for last in generations for c in last.values() if c.holds()}
-        return [where for where in generations[0] if where not in held]
+        in_place = {c.where for last in applications for c in last.values() if c.is_in_place()}
+        return [where for where in applications[0] if where not in in_place]
 
     def undo(self, keep: int = 0) -> list[str]:
         """Take back all but the first `keep` changes, as far as they are still ours, last first.
@@ -171,27 +176,29 @@ class Transaction:
         """
         kept = [c.where for c in reversed(self.changes[keep:]) if not c.undo()]
         del self.changes[keep:]
-        if not keep:
-            brought_back = [c for changes in reversed(self.earlier) for c in reversed(changes)]
-            undone = {c.where for c in brought_back if c.undo()}
-            held = [c.where for c in brought_back if c.where not in undone and c.holds()]
-            kept = [where for where in kept if where not in undone] + held
-            self.earlier.clear()
-        while self.cleanups and not keep:
+        if keep:
+            return kept
+        brought_back = [c for changes in reversed(self.replaced) for c in reversed(changes)]
+        undone = {c.where for c in brought_back if c.undo()}
+        kept = [where for where in kept if where not in undone]
+        kept += [c.where for c in brought_back if c.where not in undone and c.is_in_place()]
+        self.replaced.clear()
+        while self.cleanups:
             self.cleanups.pop()()
         return kept
 
-    def retire(self, keep: int) -> None:
-        """Make room for applying the patch again, on top of the code that has replaced it."""
-        stuck = [c for c in reversed(self.changes[keep:]) if not c.undo()][::-1]
-        self.changes[keep:] = [c for c in stuck if c.holds()]  # under another's wrapper
-        if lost := [c for c in stuck if c not in self.changes]:
-            self.earlier.append(lost)
+    def prepare_to_apply_again(self, keep: int) -> None:
+        """Take back all but the first `keep` changes, and remember those that cannot be: the patch
+        then comes on top of the code that has replaced it."""
+        not_undone = [c for c in reversed(self.changes[keep:]) if not c.undo()][::-1]
+        self.changes[keep:] = [c for c in not_undone if c.is_in_place()]  # under another's wrapper
+        if replaced := [c for c in not_undone if c not in self.changes]:
+            self.replaced.append(replaced)
 
-    def lift(self, strangers: Sequence[Any]) -> None:
+    def uncover(self, functions: Sequence[Any]) -> None:
         """Take back what is directly around one of these functions of other code."""
         for change in reversed(self.changes):
-            if any(change.original is s for s in strangers):
+            if any(change.original is function for function in functions):
                 change.undo()
 
     def _change(
@@ -207,17 +214,17 @@ class Transaction:
         self.changes.append(change)
 
 
-def _splice_out(current: Any, ours: Any, original: Any) -> bool:
+def _replace_inside(current: Any, ours: Any, original: Any) -> bool:
     """Put the original in the place of ours, inside the wrapper of other code that holds it."""
-    for outer in chain(current):
-        if getattr(outer, "__wrapped__", None) is ours:
-            cells = cells_with(outer, ours)
+    for wrapper in chain(current):
+        if getattr(wrapper, "__wrapped__", None) is ours:
+            cells = cells_with(wrapper, ours)
             for cell in cells:
-                cell.cell_contents = outer.__wrapped__ = original
+                cell.cell_contents = wrapper.__wrapped__ = original
             return bool(cells)
     return False
 
 
-def _place(owner: Any, attribute: str) -> str:
+def _path(owner: Any, attribute: str) -> str:
     name = getattr(owner, "__qualname__", owner.__name__)
     return f"{getattr(owner, '__module__', '')}.{name}.{attribute}".lstrip(".")

@@ -23,8 +23,8 @@ def module_of(function: Any) -> str:
     """The module whose code is called. (functools.wraps copies `__module__` from another.)"""
     while isinstance(function, functools.partial):
         function = function.func
-    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
-    return str(names.get("__name__", ""))
+    module = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return str(module.get("__name__", ""))
 
 
 def cells_with(function: Any, value: Any) -> list[Any]:
@@ -34,4 +34,4 @@ def cells_with(function: Any, value: Any) -> list[Any]:
 
 def reaches(current: Any, ours: Any) -> bool:
     function = getattr(ours, "__func__", ours)  # strangers wrap what is in a staticmethod
-    return any(found is ours or found is function for found in chain(current))
+    return any(each is ours or each is function for each in chain(current))

@@ -1,170 +1,162 @@
 """A padding mask from the model call that it was given to, to each router of that call.
 
 Nothing between the model and its routers takes a mask (0.12 ... 0.15), and a recompute runs
-long after the call. So each call of a model that has ever had a mask is a range of autograd
-sequence numbers, as in `replay_patch.replay.recompute`: a router asks which call it is running in,
-and a recompute finds the call of its forward. A call lives in its output's graph and dies with it.
+long after the call. So the calls of a model that has ever had a mask are told apart as
+`replay_patch.replay.recompute` does it: a router asks which call it is running in, and a recompute
+finds the call of its forward. A call lives in its output's graph and dies with it.
 """
 
-import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from replay_patch.patching import activation
 from replay_patch.patching.patch import ACTIVE
-from replay_patch.refusals import refuse, warn_once
+from replay_patch.refusals import Where, refuse, warn_once
 from replay_patch.replay import recompute
 from replay_patch.replay.padding_rows import Padding
-
-carriers: dict[int, "Carrier"] = {}
-"""id of a router -> what knows the calls of its model. Empty until a mask is used."""
-
-_models: "weakref.WeakKeyDictionary[Any, Carrier]" = weakref.WeakKeyDictionary()
+from replay_patch.replay.per_thread import PerThread
 
 
-_REMEMBERED = 256
-"""Of how many finished calls of a model the range is kept, to refuse what should find them."""
-
-
-class Call:
+class ModelCall:
     """One call of a model, as long as its graph lives.
 
     Attributes:
         padding: None: it was given no mask.
-        task: the backward pass that it was made in, -1 for none.
+        backward: the backward pass that it was made in, -1 for none.
     """
 
-    __slots__ = ("__weakref__", "padding", "task")
+    __slots__ = ("__weakref__", "backward", "padding")
 
     def __init__(self, padding: Padding | None) -> None:
-        self.padding, self.task = padding, recompute.graph_task()
+        self.padding, self.backward = padding, recompute.backward_pass()
 
 
-class _Range(recompute.Span):
-    """That of a call with a mask, which begins now."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.start, self.call = recompute.next_number(), weakref.ref(call)
-
-
-class Carrier:
+class ModelCalls:
     """The calls of one model since its first mask.
 
+    Args:
+        model: a GPTModel; its routers find the calls by `calls_by_router`.
+
     Attributes:
-        held: a mask for the next call, from a session.
-        planned: of the call whose schedule plan was built last (combined 1F1B). Its layers run
-            outside of the model's forward, and no router in it is recomputed.
+        next_mask: bool [B, S] for the next call, from a session.
+        planned_padding: of the call whose schedule plan was built last (combined 1F1B). Its layers
+            run outside of the model's forward, and no router in it is recomputed.
     """
 
     def __init__(self, model: Any) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
 
-        self.held: Any = None
-        self.planned: Padding | None = None
-        self._running: dict[int, Call] = {}  # by thread
-        self._ranges: list[_Range] = []
+        self.next_mask: Tensor | None = None
+        self.planned_padding: Padding | None = None
+        self._at_work: PerThread[ModelCall] = PerThread()
+        self._forwards = recompute.Forwards[ModelCall]()  # of calls with a mask
         for module in model.modules():
             if isinstance(module, TopKRouter):
-                carriers[id(module)] = self
-                weakref.finalize(module, carriers.pop, id(module), None).atexit = False
+                calls_by_router[id(module)] = self
+                weakref.finalize(module, calls_by_router.pop, id(module), None).atexit = False
 
-    def run(self, padding: Padding | None, call: Callable[[], Any], recomputes: bool) -> Any:
-        """Run the model's forward.
+    def run(self, padding: Padding | None, forward: Callable[[], Any], recomputes: bool) -> Any:
+        """Run the model's forward as a call with this padding.
 
         Args:
             recomputes: recompute is configured: a call that it could not find again is an error.
+
+        Raises:
+            RouteError: a recompute could not find the call.
         """
-        thread = threading.get_ident()
-        outer = self._running.get(thread)
-        self._running[thread] = now = Call(padding)
-        opened = self._open(now, recomputes) if padding and torch.is_grad_enabled() else None
-        try:
-            output = call()
-        finally:
-            if outer is None:
-                del self._running[thread]
-            else:
-                self._running[thread] = outer
-            if opened is not None:
-                opened.end = recompute.next_number()
-        if opened is not None and not recompute.anchor(now, output) and recomputes:
+        call, span = ModelCall(padding), None
+        with self._at_work.during(call):
+            if padding is not None and torch.is_grad_enabled():
+                span = self._open(call, recomputes)
+            try:
+                output = forward()
+            finally:
+                if span is not None:
+                    span.close()
+        if span is not None and not recompute.anchor(call, output) and recomputes:
             recompute.refuse_output(f"({type(output).__name__}) of a call with a padding mask")
         return output
 
-    def _open(self, now: Call, recomputes: bool) -> _Range | None:
-        if not recompute.KNOWS:
-            if recomputes:
-                recompute.refuse_torch("recompute with a padding mask")
-            return None
-        done = [r for r in self._ranges[:-_REMEMBERED] if r.call() is not None]
-        opened = _Range(now)
-        self._ranges = [*done, *self._ranges[-_REMEMBERED:], opened]
-        return opened
-
-    def find(self, router: Any) -> Padding | None:
+    def padding_of(self, router: Any) -> Padding | None:
         """The padding of the router call that begins.
 
         Raises:
             RouteError: it is a recompute of a call that is not known any more.
         """
-        now, task = self._running.get(threading.get_ident()), recompute.graph_task()
-        if now is not None and now.task == task:
-            return now.padding
-        if task == -1:
-            return self.planned
-        number = recompute.current_number()
-        for one in reversed(self._ranges):
-            if one.holds(number):
-                call = one.call()
-                if call is not None:
-                    return call.padding
-                refuse(
-                    "a recompute in a model call whose output is gone, and its padding mask too",
-                    "a loss that is computed from the model's output",
-                    SimpleNamespace(layer_number=router.layer_number, mtp_depth=0),
-                )
-        return None  # a call without a mask
+        call, backward = self._at_work.get(), recompute.backward_pass()
+        if call is not None and call.backward == backward:
+            return call.padding
+        if backward == -1:
+            return self.planned_padding
+        span = self._forwards.find(recompute.current_number())
+        if span is None:
+            return None  # a call without a mask
+        call = span.forward()
+        if call is None:
+            refuse(
+                "a recompute in a model call whose output is gone, and its padding mask too",
+                "a loss that is computed from the model's output",
+                Where.of(router),
+            )
+        return call.padding
+
+    def _open(self, call: ModelCall, recomputes: bool) -> "recompute.Span[ModelCall] | None":
+        if recompute.KNOWS:
+            return self._forwards.open(call)
+        if recomputes:
+            recompute.refuse_torch("recompute with a padding mask")
+        return None
 
 
-def carrier_of(model: Any) -> Carrier:
-    """The one of a model, made with its first mask."""
-    if model not in _models:
-        _models[model] = Carrier(model)
-    return _models[model]
+calls_by_router: dict[int, ModelCalls] = {}
+"""id of a router -> the calls of its model. Empty until a mask is used."""
+
+_calls_by_model: "weakref.WeakKeyDictionary[Any, ModelCalls]" = weakref.WeakKeyDictionary()
 
 
-def find(router: Any) -> Padding | None:
-    """The padding of the router call that begins; None: all rows count."""
-    carrier = carriers.get(id(router))
-    return None if carrier is None else carrier.find(router)
+def calls_of(model: Any) -> ModelCalls:
+    """The calls of a model; from now on it is known to have had a mask."""
+    if model not in _calls_by_model:
+        _calls_by_model[model] = ModelCalls(model)
+    return _calls_by_model[model]
 
 
-def known(model: Any) -> bool:
+def has_had_mask(model: Any) -> bool:
     """Whether a model has had a mask."""
-    return model in _models
+    return model in _calls_by_model
+
+
+def padding_of(router: Any) -> Padding | None:
+    """The padding of the router call that begins; None: all rows count.
+
+    Raises:
+        RouteError: it is a recompute of a call that is not known any more.
+    """
+    calls = calls_by_router.get(id(router))
+    return None if calls is None else calls.padding_of(router)
 
 
 # --- masks of sessions --------------------------------------------------------------------------
 
 
-def hold(models: list[Any], mask: Any) -> None:
+def set_next_mask(models: list[Any], mask: Tensor | None) -> None:
     """Keep a mask for the next call of these models, which are given none themselves.
 
     Args:
+        models: as of `models_with_masks`.
         mask: bool [B, S], as the models take it; None: forget the last one.
     """
     for model in models:
-        if mask is not None or known(model):
-            carrier_of(model).held = mask
+        if mask is not None or has_had_mask(model):
+            calls_of(model).next_mask = mask
 
 
-def takers(chunk: Any) -> list[Any]:
-    """The models in `chunk` that take a mask, by our patch."""
+def models_with_masks(chunk: Any) -> list[Any]:
+    """The models in a chunk that take a mask, by our patch."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     states = {patch.name: patch.state for patch in activation.status().patches}
@@ -175,10 +167,11 @@ def takers(chunk: Any) -> list[Any]:
     return [module for module in chunk.modules() if isinstance(module, GPTModel)]
 
 
-def warn_of_padding(chunk: Any, mask: Any, why: str) -> None:
+def warn_of_padding(chunk: Any, mask: Tensor, why: str) -> None:
     """Say once that padding counts in a model, if anything counts there.
 
     Args:
+        chunk: its config says what counts.
         mask: bool [B, S], on the host.
         why: its routers get no mask.
     """

@@ -6,7 +6,6 @@ code has it (its docstrings say the reverse). B sequences, S positions, R router
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError
-from replay_patch.megatron.parallel_ranks import tp_rank
+from replay_patch.megatron.parallel_ranks import ParallelRanks
 from replay_patch.refusals import refuse
-
-at_work: dict[int, "Padding"] = {}
-"""Thread -> the padding of the router whose forward runs there."""
+from replay_patch.replay.per_thread import PerThread
 
 
 class Rows:
@@ -78,16 +75,19 @@ class Padding:
 
     Args:
         mask: bool [S, B] of the rows before sequence parallelism cuts them.
-        part: how many ranks share them, and which of them this is.
         device: of the model.
+        ranks: whose sequence parallelism cuts the mask; None: it is for this rank's rows only.
     """
 
-    def __init__(self, mask: Tensor, part: tuple[int, int], device: torch.device) -> None:
-        size, rank = part
-        local = mask.chunk(size)[rank] if size > 1 else mask
-        self._rows = [Rows(local.flatten(), device)]
-        if size > 1:  # alltoall_seq (0.12): z-loss sees this rank's rows, all that follows all
-            self._rows.append(Rows(mask.flatten(), device))
+    def __init__(
+        self, mask: Tensor, device: torch.device, ranks: ParallelRanks | None = None
+    ) -> None:
+        if ranks is None or ranks.sequence_parts == 1:
+            self._rows = [Rows(mask.flatten(), device)]
+        else:
+            # alltoall_seq (0.12): z-loss sees this rank's rows, all that follows those of all.
+            own = ranks.own_part(mask, dim=0)
+            self._rows = [Rows(own.flatten(), device), Rows(mask.flatten(), device)]
 
     def rows(self, number: int, router: Any) -> Rows:
         """The rows of a router with that many.
@@ -104,20 +104,24 @@ class Padding:
         )
 
 
-def here(router: Any, number: int) -> Rows | None:
-    """The rows of the router that is at work on this thread; None: all of them count."""
-    padding = at_work.get(threading.get_ident())
+padding_at_work: PerThread[Padding] = PerThread()
+"""The padding of the router whose forward runs."""
+
+
+def rows_at_work(router: Any, number: int) -> Rows | None:
+    """The rows of the router whose forward runs; None: all of them count.
+
+    Raises:
+        LayoutError: it has more or fewer rows than `number`.
+    """
+    padding = padding_at_work.get()
     return None if padding is None else padding.rows(number, router)
 
 
-def work(router: Any, padding: Padding, call: Callable[[], Any]) -> Any:
+def run_with_padding(router: Any, padding: Padding, forward: Callable[[], Any]) -> Any:
     """Run a router's forward with rows that do not count."""
-    thread = threading.get_ident()
-    at_work[thread] = padding
-    try:
-        return counted(router, call, lambda number: padding.rows(number, router).real)
-    finally:
-        del at_work[thread]
+    with padding_at_work.during(padding):
+        return count_for_bias(router, forward, lambda number: padding.rows(number, router).real)
 
 
 class SumOfRows(TorchFunctionMode):
@@ -136,46 +140,43 @@ class SumOfRows(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_counted: dict[int, list[Tensor]] = {}
-"""Thread -> what calls of `counted` inside of the one that runs there have counted."""
+_counted_inside: PerThread[list[Tensor]] = PerThread()
+"""What the calls of `count_for_bias` inside of the one that runs have counted."""
 
 
-def counted(router: Any, call: Callable[[], Any], real: Callable[[int], Tensor]) -> Any:
+def count_for_bias(
+    router: Any, forward: Callable[[], Any], counted_rows: Callable[[int], Tensor]
+) -> Any:
     """Run a router's forward, of which the expert bias counts some rows only.
 
     What the release's own code has added to `local_tokens_per_expert` is replaced: a sum over fewer
     rows of the map that the router returns. One call inside of another counts the rows of both.
 
     Args:
-        call: its forward; returns (probs, map).
-        real: from the number of rows to bool [R, 1], those that count.
+        router: a TopKRouter.
+        forward: its forward; returns (probs, map).
+        counted_rows: from the number of rows to bool [R, 1], those that count.
     """
     if not getattr(router, "enable_expert_bias", False) or not torch.is_grad_enabled():
-        return call()
-    thread = threading.get_ident()
-    outer, rows = _counted.get(thread), list[Tensor]()
-    _counted[thread] = rows
-    before = router.local_tokens_per_expert.clone()
-    try:
-        out = call()
-    finally:
-        if outer is None:
-            del _counted[thread]
-        else:
-            _counted[thread] = outer
-    rows.append(real(len(out[1])))
+        return forward()
+    outer, counted = _counted_inside.get(), list[Tensor]()
+    tokens_before = router.local_tokens_per_expert.clone()
+    with _counted_inside.during(counted):
+        probs_and_map = forward()
+    routing_map = probs_and_map[1]
+    counted.append(counted_rows(len(routing_map)))
     if outer is not None:
-        outer += rows
+        outer += counted
     with torch.no_grad():
-        kept = functools.reduce(torch.logical_and, rows, out[1].bool())
-        router.local_tokens_per_expert.copy_(before + kept.sum(dim=0))
-    return out
+        choices = functools.reduce(torch.logical_and, counted, routing_map.bool())
+        router.local_tokens_per_expert.copy_(tokens_before + choices.sum(dim=0))
+    return probs_and_map
 
 
 # --- where a mask enters ------------------------------------------------------------------------
 
 
-def of_model(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding:
+def padding_of_model_call(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding:
     """The padding of a model call.
 
     Args:
@@ -188,45 +189,51 @@ def of_model(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding:
     Raises:
         LayoutError: it is no such mask.
     """
-    config = model.config
-    size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    ranks = ParallelRanks.of(model.config)
+    parts = ranks.sequence_parts
     check_mask(mask)
     expected = [tuple(mask.shape)]
     if input_ids is not None:
         expected = [tuple(input_ids.shape)]
     elif hidden is not None:
         length, batch = hidden.shape[:2]
-        expected = [(batch, length * size), (batch, length)]
+        expected = [(batch, length * parts), (batch, length)]
     if tuple(mask.shape) not in expected:
         refuse_shape(mask, expected[0], "the model input")
     is_cut = tuple(mask.shape) != expected[0]
-    if is_cut and config.moe_token_dispatcher_type == "alltoall_seq":
+    if is_cut and ranks.gathers_rows:
         refuse(
             "a padding mask that is cut for sequence parallelism, with alltoall_seq",
             "the whole mask: this router gathers the rows of all tensor-parallel ranks",
         )
-    if mask.shape[1] % size and not is_cut:
-        refuse_shape(mask, (mask.shape[0], f"a multiple of {size}"), "sequence parallelism")
+    if mask.shape[1] % parts and not is_cut:
+        refuse_shape(mask, (mask.shape[0], f"a multiple of {parts}"), "sequence parallelism")
     device = next((p.device for p in model.parameters()), mask.device)
-    part = (1, 0) if is_cut or size == 1 else (size, tp_rank())
-    return Padding(mask.t(), part, device)
+    return Padding(mask.t(), device, None if is_cut else ranks)
 
 
-def of_session(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding | None:
-    """As `of_model`, of a mask that a session holds; None if it is of another number of tokens.
+def padding_of_session(model: Any, mask: Tensor, input_ids: Any, hidden: Any) -> Padding | None:
+    """The padding of a model call whose mask comes from a session.
 
-    The routers of the session refuse the call then, and know better what is wrong.
+    Args:
+        model, input_ids, hidden: as of `padding_of_model_call`.
+        mask: bool [B, S].
+
+    Returns:
+        None if the mask is of another number of tokens than the call: the routers of the session
+        refuse it then, and know better what is wrong.
     """
-    size = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
     tokens = mask.numel()
     if input_ids is not None:
         tokens = input_ids.numel()
     elif hidden is not None:
-        tokens = hidden.shape[:2].numel() * size
-    return of_model(model, mask, input_ids, hidden) if tokens == mask.numel() else None
+        tokens = hidden.shape[:2].numel() * ParallelRanks.of(model.config).sequence_parts
+    if tokens != mask.numel():
+        return None
+    return padding_of_model_call(model, mask, input_ids, hidden)
 
 
-def of_router(router: Any, mask: Any, hidden: Tensor) -> Padding:
+def padding_of_router_call(router: Any, mask: Any, hidden: Tensor) -> Padding:
     """The padding of one router call.
 
     Args:
@@ -240,13 +247,14 @@ def of_router(router: Any, mask: Any, hidden: Tensor) -> Padding:
     if mask.shape not in (shape, (shape.numel(),)):
         where = f"the input of the router of layer {router.layer_number}"
         refuse_shape(mask, tuple(shape), where)
-    return Padding(mask.reshape(-1, 1), (1, 0), hidden.device)
+    return Padding(mask.reshape(-1, 1), hidden.device)
 
 
-def of_layer(layer: Any, mask: Tensor, hidden: Any) -> Tensor:
+def mask_of_layer(layer: Any, mask: Tensor, hidden: Any) -> Tensor:
     """The part of a mask that is for the hidden states of an MoE layer; the mask itself if it fits.
 
     Args:
+        layer: an MoELayer.
         mask: [B, S], S of this rank's rows, or of those of all ranks of sequence parallelism.
         hidden: [S, B, H] of this rank.
 
@@ -258,11 +266,11 @@ def of_layer(layer: Any, mask: Tensor, hidden: Any) -> Tensor:
     length, batch = hidden.shape[:2]
     if mask.shape == (batch, length):
         return mask
-    size = layer.config.tensor_model_parallel_size if layer.config.sequence_parallel else 1
-    if size == 1 or mask.shape != (batch, length * size):
+    ranks = ParallelRanks.of(layer.config)
+    if ranks.sequence_parts == 1 or mask.shape != (batch, length * ranks.sequence_parts):
         where = f"layer {layer.layer_number} (B, S of its hidden states)"
         refuse_shape(mask, (batch, length), where)
-    return mask.chunk(size, dim=1)[tp_rank()].contiguous()
+    return ranks.own_part(mask, dim=1).contiguous()
 
 
 def check_mask(mask: Any) -> None:

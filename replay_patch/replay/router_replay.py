@@ -2,7 +2,7 @@
 
 The surface and behaviour of Megatron-core 0.19's
 `megatron.core.transformer.moe.router_replay`, so that code written for it runs unchanged; with
-typed errors in place of its crashes, and with the checks of `replay_patch.replay.selection`. On
+typed errors in place of its crashes, and with the checks of `replay_patch.replay.target_ids`. On
 releases that have the module, the patch `native_router_replay` brings the class there to the same
 point.
 """
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from replay_patch.errors import RouteError
 from replay_patch.patching import activation
-from replay_patch.patching.compiling import opaque
-from replay_patch.refusals import describe, refuse
-from replay_patch.replay import selection, target_ids
+from replay_patch.refusals import Where, refuse
+from replay_patch.replay import target_ids
+from replay_patch.replay.action_replay import ActionReplay
+from replay_patch.replay.selection import NativeTopk, ask
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 """Where callers import the two classes from, on every release."""
@@ -34,7 +35,7 @@ class RouterReplayAction(Enum):
     REPLAY_BACKWARD = "replay_backward"
 
 
-class RouterReplay:
+class RouterReplay(ActionReplay):
     """The recorded and the wanted expert ids of one router.
 
     Attributes:
@@ -43,24 +44,12 @@ class RouterReplay:
             in the backward pass) takes the oldest away.
         recorded_topk_idx: int64 [tokens, topk], what RECORD saw last.
         static_buffer: int [max_tokens, topk] or None; if set, RECORD copies into it.
-        layer_number: Megatron's, from 1; `mtp_depth`: 0 in the decoder, else the place of the
-            block in `mtp.layers`, from 1.
-        native_rows: rows of host targets that routed natively because they repeat an expert.
+        layer_number: Megatron's, from 1.
+        mtp_depth, native_rows: see `ActionReplay`.
     """
 
     global_router_replay_instances: list["RouterReplay"] = []  # noqa: RUF012 - as in Megatron
     """Plain list in build order; an entry leaves it when its router dies."""
-
-    # What our checks need to know; set where the router is built.
-    mtp_depth: int = 0
-    num_experts: int | None = None
-    topk: int | None = None
-    graphed: str | None = None
-    in_session: bool = False
-    native_rows: int = 0
-    selections: int = 0
-    invalid_ids: Tensor | None = None
-    frozen: tuple[tuple[Tensor, Tensor], ...] = ()  # (target, what waits in its place)
 
     def __init__(self) -> None:
         self.target_topk_idx: Tensor | None = None
@@ -171,13 +160,22 @@ class RouterReplay:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        default_compute_topk: NativeTopk | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(values, ids) of the final selection, each [tokens, topk]; see `selection.choose`."""
+        """(values, ids) of the final selection, each [tokens, topk].
+
+        Args:
+            scores: float [tokens, experts], what the release selects on.
+            topk, num_groups, group_topk: of the router.
+            default_compute_topk: the release's own selection, which takes these four.
+
+        Raises:
+            RouteError: no native selection, or ids that do not fit.
+        """
         native = check_native(default_compute_topk)
         if self.router_replay_action is None:
             return native(scores, topk, num_groups, group_topk)
-        return choose(self, scores, topk, num_groups, group_topk, native)
+        return ask(self, scores, topk, num_groups, group_topk, native)
 
     def set_static_buffer(self, buffer: Tensor) -> None:
         """Record into `buffer` [max_tokens, topk] from now on."""
@@ -202,25 +200,23 @@ class RouterReplay:
         self.recorded_topk_idx = rows
 
 
-choose = opaque(selection.choose)
-
-
-def instances() -> list[Any]:
+def instances() -> list[RouterReplay]:
     """The list of the class that callers import: Megatron's own where it has one."""
     live = getattr(sys.modules.get(MODULE), "RouterReplay", RouterReplay)
-    return live.global_router_replay_instances
+    entries: list[RouterReplay] = live.global_router_replay_instances
+    return entries
 
 
-def new() -> Any:
+def new() -> RouterReplay:
     """A replay object of the class that callers import, listed last."""
-    module = importlib.import_module(MODULE)
-    return module.RouterReplay()
+    replay: RouterReplay = importlib.import_module(MODULE).RouterReplay()
+    return replay
 
 
 # --- checks, shared with the patch of Megatron's own class; each raises RouteError ---
 
 
-def check_target(replay: Any, ids: Any) -> None:
+def check_target(replay: RouterReplay, ids: Any) -> None:
     """Ids that cannot be right for this router, whatever the microbatch."""
     target_ids.forget(ids)
     target_ids.check(ids, replay, replay.num_experts, replay.topk)
@@ -228,41 +224,41 @@ def check_target(replay: Any, ids: Any) -> None:
 
 def check_replay_data(all_layers_topk_indices: Any) -> None:
     """Anything but one fitting tensor per router of `instances()`."""
-    entries, given = instances(), all_layers_topk_indices
-    if not isinstance(given, (list, tuple)):
-        refuse(f"replay data is {type(given).__name__}", "a list of tensors, one per router")
-    if len(given) != len(entries):
-        names = [describe(entry) for entry in entries]
+    entries, targets = instances(), all_layers_topk_indices
+    if not isinstance(targets, (list, tuple)):
+        refuse(f"replay data is {type(targets).__name__}", "a list of tensors, one per router")
+    if len(targets) != len(entries):
+        names = [str(Where.of(entry)) for entry in entries]
         orphans = sorted({n for i, n in enumerate(names) if "?" in n or n in names[:i]})
         refuse(
-            f"{len(given)} tensors of expert ids for {len(names)} routers",
+            f"{len(targets)} tensors of expert ids for {len(names)} routers",
             f"one for each of: {', '.join(names) or 'none, no router has replay on'}. Built twice, "
             f"or never given a layer number: {', '.join(orphans) or 'none'}. Routers can also be "
             "addressed one by one, by router_replay.layer_number and mtp_depth",
         )
-    for entry, ids in zip(entries, given, strict=True):
+    for entry, ids in zip(entries, targets, strict=True):
         check_target(entry, ids)
 
 
-def check_action(replay: Any, action: Any) -> None:
+def check_action(replay: RouterReplay, action: Any) -> None:
     """An action that would be ignored."""
     value = getattr(action, "value", None) if isinstance(action, Enum) else None
     if action is not None:
-        activation.require_replay(f"recording or replaying {describe(replay)}")
+        activation.require_replay(f"recording or replaying {Where.of(replay)}")
     if action is not None and value not in {a.value for a in RouterReplayAction}:
-        refuse(f"action is {action!r}", "a RouterReplayAction", replay)
+        refuse(f"action is {action!r}", "a RouterReplayAction", Where.of(replay))
     if action is not None and replay.in_session:
         refuse(
             "the router is in a recording() or replaying() block, which would ignore the action",
             "actions before or after the block",
-            replay,
+            Where.of(replay),
         )
     if replay.graphed and value not in (None, RouterReplayAction.RECORD.value):
         refuse(
             f"the router runs inside a CUDA graph ({replay.graphed}), which would replay the "
             "expert ids of its capture for ever",
             "graphs off, or the MoE router outside of them",
-            replay,
+            Where.of(replay),
         )
 
 
@@ -281,34 +277,34 @@ def check_static_buffers(static_buffer: Any) -> None:
         refuse(found, f"[max_tokens, {len(instances())} routers, topk]")
 
 
-def check_buffer(replay: Any, ids: Tensor) -> None:
+def check_buffer(replay: RouterReplay, ids: Tensor) -> None:
     """A static buffer that cannot hold `ids`."""
     buffer: Any = replay.static_buffer
     if not isinstance(buffer, Tensor):
-        refuse(f"static buffer is {type(buffer).__name__}", "a torch.Tensor", replay)
+        refuse(f"static buffer is {type(buffer).__name__}", "a torch.Tensor", Where.of(replay))
     if buffer.dim() != 2 or len(buffer) < len(ids) or buffer.shape[1] != ids.shape[1]:
         found = f"static buffer has shape {tuple(buffer.shape)}"
-        refuse(found, f"at least {tuple(ids.shape)}", replay)
+        refuse(found, f"at least {tuple(ids.shape)}", Where.of(replay))
     highest = (replay.num_experts or 1) - 1
     if buffer.dtype not in target_ids.INTEGERS or torch.iinfo(buffer.dtype).max < highest:
         found = f"static buffer has dtype {buffer.dtype}"
-        refuse(found, "an integer dtype that holds every expert id", replay)
+        refuse(found, "an integer dtype that holds every expert id", Where.of(replay))
 
 
-def check_native(default_compute_topk: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A missing native selection; returns the one given."""
+def check_native(default_compute_topk: Any) -> NativeTopk:
+    """A missing native selection; returns the one that is there."""
     if default_compute_topk is None:
         refuse("get_replay_topk() without default_compute_topk", "the native selection")
-    return cast("Callable[..., tuple[Tensor, Tensor]]", default_compute_topk)
+    return cast("NativeTopk", default_compute_topk)
 
 
-def after_clearing(replay: Any) -> None:
+def after_clearing(replay: RouterReplay) -> None:
     """Forget what belongs to the targets; raise what was found wrong with them on a device."""
     replay.frozen = ()
     target_ids.raise_deferred(replay)
 
 
-def clear_all(entries: list[Any], clear: Callable[[Any], None]) -> None:
+def clear_all(entries: list[RouterReplay], clear: Callable[[RouterReplay], None]) -> None:
     """Clear every entry; then raise the first error, so that one bad layer leaves nothing set."""
     first: RouteError | None = None
     for entry in entries:

@@ -6,14 +6,14 @@ wait for the device: they are clamped into range, and whether that changed any i
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from replay_patch.patching import activation
-from replay_patch.refusals import describe, refuse, warn_once
+from replay_patch.refusals import Where, refuse, warn_once
 
 # uint16/32/64 are accepted: they widen to int64, although torch has few other kernels for them.
 INTEGERS = frozenset(
@@ -22,8 +22,30 @@ INTEGERS = frozenset(
 )
 
 
+class TargetOwner(Protocol):
+    """A replay object: what is known of its router, and what checks of its targets leave in it.
+
+    Attributes:
+        layer_number, mtp_depth: of the router, for messages.
+        topk: K; None while there is no router.
+        native_rows: rows of host targets that routed natively because they repeat an expert.
+        invalid_ids: bool scalar on a device: whether ids there were wrong; None: none were looked
+            at.
+    """
+
+    layer_number: int | None
+    mtp_depth: int
+    topk: int | None
+    native_rows: int
+    invalid_ids: Tensor | None
+
+
 def check(
-    ids: Any, replay: Any, num_experts: int | None, topk: int | None, num_tokens: int | None = None
+    ids: Any,
+    replay: TargetOwner,
+    num_experts: int | None,
+    topk: int | None,
+    num_tokens: int | None = None,
 ) -> None:
     """Check targets as far as the arguments that are not None allow.
 
@@ -31,25 +53,26 @@ def check(
         RouteError: it names release, layer, what was found and what was expected.
     """
     if not isinstance(ids, Tensor):
-        refuse(f"targets are {type(ids).__name__}", "a torch.Tensor [tokens, topk]", replay)
-    if ids.is_nested or ids.is_meta or ids.layout is not torch.strided:
         refuse(
-            f"targets are a {'meta' if ids.is_meta else ids.layout} tensor", "a dense one", replay
+            f"targets are {type(ids).__name__}", "a torch.Tensor [tokens, topk]", Where.of(replay)
         )
+    if ids.is_nested or ids.is_meta or ids.layout is not torch.strided:
+        kind = "meta" if ids.is_meta else ids.layout
+        refuse(f"targets are a {kind} tensor", "a dense one", Where.of(replay))
     if ids.dtype not in INTEGERS:
-        refuse(f"target dtype is {ids.dtype}", "an integer dtype", replay)
+        refuse(f"target dtype is {ids.dtype}", "an integer dtype", Where.of(replay))
     if ids.dim() != 2:
-        refuse(f"target shape is {tuple(ids.shape)}", "[tokens, topk]", replay)
+        refuse(f"target shape is {tuple(ids.shape)}", "[tokens, topk]", Where.of(replay))
     if topk is not None and ids.shape[1] != topk:
-        refuse(f"{ids.shape[1]} experts per token", f"topk={topk}", replay)
+        refuse(f"{ids.shape[1]} experts per token", f"topk={topk}", Where.of(replay))
     if num_tokens is not None and ids.shape[0] != num_tokens:
         expected = f"{num_tokens}, one per token of this call"
-        refuse(f"{ids.shape[0]} target rows", expected, replay)
+        refuse(f"{ids.shape[0]} target rows", expected, Where.of(replay))
     if num_experts is not None and on_host(ids):
         _look(ids, replay, num_experts)
 
 
-def usable(ids: Tensor, replay: Any, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+def usable(ids: Tensor, replay: TargetOwner, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     """Checked targets as int64 on the device of `scores` [T, E], and the rows not to be replayed.
 
     Returns:
@@ -69,7 +92,7 @@ def usable(ids: Tensor, replay: Any, scores: Tensor) -> tuple[Tensor, Tensor | N
         warn_once(
             "%s: %d of %d rows of expert ids repeat an expert (zero-filled padding?); such rows "
             "route natively (REPLAY_PATCH_STRICT=1 makes this an error)",
-            describe(replay),
+            Where.of(replay),
             count,
             len(ids),
         )
@@ -82,7 +105,7 @@ def usable(ids: Tensor, replay: Any, scores: Tensor) -> tuple[Tensor, Tensor | N
     return in_range, repeating if ids.shape[1] > 1 else None
 
 
-def with_native_rows(ids: Any, mask: Any, replay: Any) -> Tensor:
+def with_native_rows(ids: Any, mask: Any, replay: TargetOwner) -> Tensor:
     """The ids [T, K], to be taken only where the mask [T] is true; elsewhere the native ones.
 
     Raises:
@@ -91,7 +114,7 @@ def with_native_rows(ids: Any, mask: Any, replay: Any) -> Tensor:
     check(ids, replay, None, replay.topk)
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != ids.shape[:1]:
         found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask)
-        refuse(f"a replay_mask of {found}", f"bool {tuple(ids.shape[:1])}", replay)
+        refuse(f"a replay_mask of {found}", f"bool {tuple(ids.shape[:1])}", Where.of(replay))
     # What is in the other rows does not matter (zeros, -1): it must not be found wrong.
     some = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
     masked = torch.where(mask.to(ids.device).unsqueeze(1), ids, some)
@@ -115,7 +138,7 @@ def forget(ids: Any) -> None:
         _seen.pop(ids, None)
 
 
-def raise_deferred(replay: Any) -> None:
+def raise_deferred(replay: TargetOwner) -> None:
     """Read what was found on the device since the last time; waits for the device.
 
     Raises:
@@ -127,7 +150,7 @@ def raise_deferred(replay: Any) -> None:
             "expert ids on the device were out of range (or, under REPLAY_PATCH_STRICT, repeated "
             "in a row) in a step that has run since the indices were last cleared",
             "distinct ids in 0..num_experts-1; the step's result is not to be used",
-            replay,
+            Where.of(replay),
         )
 
 
@@ -152,7 +175,7 @@ _seen: Any = WeakIdKeyDictionary()
 """Target tensor -> _Seen: a target is looked at when it is set, and used in many layers' calls."""
 
 
-def _look(ids: Tensor, replay: Any, num_experts: int) -> Tensor | None:
+def _look(ids: Tensor, replay: TargetOwner, num_experts: int) -> Tensor | None:
     """Range and repetitions of host ids; returns `_Seen.repeating`."""
     if not ids.numel():
         return None
@@ -168,7 +191,7 @@ def _look(ids: Tensor, replay: Any, num_experts: int) -> Tensor | None:
                 f"row {row} has expert ids {wide[row].tolist()}",
                 f"ids in 0..{num_experts - 1} (rows that were not captured cannot be marked "
                 "with -1 here: give them equal ids, and they route natively)",
-                replay,
+                Where.of(replay),
             )
         repeating = _repeating(wide)
         seen = _Seen(version or 0, num_experts, repeating if repeating.any() else None)
@@ -176,7 +199,11 @@ def _look(ids: Tensor, replay: Any, num_experts: int) -> Tensor | None:
             _seen[ids] = seen
     if seen.repeating is not None and activation.strict():
         row = int(seen.repeating.nonzero()[0])
-        refuse(f"row {row} has expert ids {ids[row].tolist()}", "distinct ids in every row", replay)
+        refuse(
+            f"row {row} has expert ids {ids[row].tolist()}",
+            "distinct ids in every row",
+            Where.of(replay),
+        )
     return seen.repeating
 
 
@@ -185,5 +212,5 @@ def _repeating(ids: Tensor) -> Tensor:
     return (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
 
 
-def _defer(replay: Any, flag: Tensor) -> None:
+def _defer(replay: TargetOwner, flag: Tensor) -> None:
     replay.invalid_ids = flag if replay.invalid_ids is None else replay.invalid_ids | flag

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from replay_patch.device_copies import to_device
 from replay_patch.errors import LayoutError, RouteError
+from replay_patch.megatron.parallel_ranks import ParallelRanks, gathers_rows
 from replay_patch.routes import RouteBatch, Routes, TokenLayout
 from replay_patch.routes.expert_ids import ids_dtype
 
@@ -31,7 +32,7 @@ class Microbatch:
         holes: bool [R, 1] on the device, rows that route natively; None: there are none.
         captured: bool [R, 1] on the device; None: the overlap with native routes is not sampled.
         counts: rows that are captured, holes, padding.
-        replayed: bool [R, 1] on the device, rows that the expert bias does not count because
+        uncounted: bool [R, 1] on the device, rows that the expert bias does not count because
             their experts are given; None: it counts all.
     """
 
@@ -42,7 +43,7 @@ class Microbatch:
     holes: Tensor | None = None
     captured: Tensor | None = None
     counts: tuple[int, int, int] = (0, 0, 0)
-    replayed: Tensor | None = None
+    uncounted: Tensor | None = None
 
 
 def router_rows(layout: Any, config: Any) -> Tensor:
@@ -53,26 +54,31 @@ def router_rows(layout: Any, config: Any) -> Tensor:
     """
     if not isinstance(layout, TokenLayout):
         raise LayoutError(f"layout is a {type(layout).__name__}: expected a TokenLayout")
-    if config.moe_token_dispatcher_type == "alltoall_seq":
-        # 0.12: that router gathers the rows of all tensor-parallel ranks before it selects.
-        return layout.input_rows.t().flatten()
-    return layout.rows
+    return layout.input_rows.t().flatten() if gathers_rows(config) else layout.rows
 
 
 def hidden_shape(layout: TokenLayout, config: Any) -> tuple[int, int]:
     """(S, B) of a router's input. Layouts of other shapes can have as many rows."""
     batch, length = layout.input_rows.shape
-    cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return length // cut, batch
+    return length // ParallelRanks.of(config).sequence_parts, batch
 
 
-def recorded(layout: TokenLayout, num_rows: int, num_layers: int, config: Any) -> Microbatch:
-    """A microbatch whose routers choose for themselves."""
+def microbatch_to_record(
+    layout: TokenLayout, num_rows: int, num_layers: int, config: Any
+) -> Microbatch:
+    """A microbatch whose routers choose for themselves.
+
+    Args:
+        layout: of the microbatch on this rank.
+        num_rows: R.
+        num_layers: MoE layers of the chunk.
+        config: of the chunk.
+    """
     shape = hidden_shape(layout, config)
     return Microbatch(num_rows, shape, ids_dtype(config.num_moe_experts), [None] * num_layers)
 
 
-def replayed(
+def microbatch_to_replay(
     routes: Any,
     layout: TokenLayout,
     stage: Any,
@@ -110,7 +116,7 @@ def replayed(
             f"trajectory 0 has routes of {batch[0].num_experts} experts, top-k {batch[0].topk}: "
             f"the model has {expected[0]} experts, top-k {expected[1]}"
         )
-    found = batch.to_rows(
+    rows = batch.to_rows(
         layout,
         stage.layers,
         moe_layers,
@@ -119,20 +125,20 @@ def replayed(
         ep_size=config.expert_model_parallel_size,
         first_padding=first_padding,
     )
-    kinds = (found.captured, found.holes, found.padding)
+    kinds = (rows.captured, rows.holes, rows.padding)
     captured, holes, padding = (int(np.count_nonzero(kind.numpy())) for kind in kinds)
 
     def column(kind: Tensor) -> Tensor:
         return to_device(kind.unsqueeze(1), stage.device)
 
     microbatch = Microbatch(
-        num_rows=len(found.captured),
+        num_rows=len(rows.captured),
         shape=hidden_shape(layout, config),
-        dtype=found.expert_ids.dtype,
-        ids=list(to_device(found.expert_ids, stage.device).unbind(0)),
-        holes=column(found.holes) if holes else None,
-        captured=column(found.captured) if sampled and captured else None,
+        dtype=rows.expert_ids.dtype,
+        ids=list(to_device(rows.expert_ids, stage.device).unbind(0)),
+        holes=column(rows.holes) if holes else None,
+        captured=column(rows.captured) if sampled and captured else None,
         counts=(captured, holes, padding),
-        replayed=None if count_replayed else column(~found.holes),
+        uncounted=None if count_replayed else column(~rows.holes),
     )
-    return microbatch, found.next_padding
+    return microbatch, rows.next_padding

@@ -13,10 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from replay_patch.megatron import parallel_ranks, routers
+from replay_patch.megatron.layer_placement import moe_layers
+from replay_patch.megatron.parallel_ranks import ParallelRanks
 from replay_patch.routes import RouteBatch, Routes, TokenLayout
 from replay_patch.sessions import gather
-from replay_patch.sessions.microbatch import Microbatch, recorded, replayed, router_rows
+from replay_patch.sessions.microbatch import (
+    Microbatch,
+    microbatch_to_record,
+    microbatch_to_replay,
+    router_rows,
+)
 from replay_patch.sessions.report import Report
 from replay_patch.sessions.session import Session
 
@@ -93,7 +99,7 @@ class Recording(Session):
                 f"another chunk {self._loads[number][0]}",
                 "the k-th load of every chunk to be the same microbatch",
             )
-        microbatch = recorded(layout, len(rows), len(stage.layers), stage.config)
+        microbatch = microbatch_to_record(layout, len(rows), len(stage.layers), stage.config)
         arguments = self._loaded(stage, microbatch, layout)
         self._microbatches.setdefault(id(stage), []).append(microbatch)
         return arguments
@@ -137,6 +143,7 @@ class Replaying(Session):
     """Given routes, taken by the routers; `report` says how far."""
 
     name = "replaying"
+    report: Report
 
     def __init__(self, model: Any, overlap_every: int, count_replayed: bool = True) -> None:
         super().__init__(model)
@@ -166,8 +173,9 @@ class Replaying(Session):
         """
         stage = self._load(chunk, layout)
         if self._padding is None:
-            self._padding = parallel_ranks.data_rank(stage.config) * stage.config.moe_router_topk
-        microbatch, self._padding = replayed(
+            data_rank = ParallelRanks.of(stage.config).data_rank
+            self._padding = data_rank * stage.config.moe_router_topk
+        microbatch, self._padding = microbatch_to_replay(
             routes,
             layout,
             stage,
@@ -180,5 +188,5 @@ class Replaying(Session):
 
     def _moe_layers(self, config: Any) -> tuple[int, ...]:
         if self._all_layers is None:
-            self._all_layers = routers.moe_layers(config)
+            self._all_layers = moe_layers(config)
         return self._all_layers

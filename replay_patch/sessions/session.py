@@ -12,13 +12,19 @@ from typing import Any, NoReturn
 import torch
 
 from replay_patch.errors import RouteError
-from replay_patch.megatron import parallel_ranks, routers
+from replay_patch.megatron import parallel_ranks
 from replay_patch.megatron.ascend import refuse_features
+from replay_patch.megatron.local_layers import local_layers
+from replay_patch.megatron.models import takes_mask, unwrap
+from replay_patch.megatron.routers import decoder_routers
 from replay_patch.patching import activation
 from replay_patch.refusals import installed_megatron
-from replay_patch.replay import mask_tracker, recompute
-from replay_patch.replay.router_call import check_capture
+from replay_patch.replay import mask_tracker
+from replay_patch.replay.microbatch_tracker import Tracker
+from replay_patch.replay.router_checks import check_capture
+from replay_patch.sessions.layout_checks import check_rank, mask_of_stage
 from replay_patch.sessions.microbatch import Microbatch
+from replay_patch.sessions.report import Report
 from replay_patch.sessions.session_replay import SessionReplay, check_router
 
 
@@ -29,7 +35,7 @@ class Stage:
     Attributes:
         layers: the numbers of its MoE layers.
         takes_mask: whether its forward takes `padding_mask`.
-        mask_takers: models in it for which the session keeps it instead (before 0.16).
+        masked_models: models in it for which the session keeps it instead (before 0.16).
         seen: for each load, the places of the routers that have used it.
     """
 
@@ -38,9 +44,9 @@ class Stage:
     device: torch.device
     layers: tuple[int, ...]
     routers: tuple[Any, ...]
-    tracker: recompute.Tracker
+    tracker: Tracker
     takes_mask: bool
-    mask_takers: list[Any]
+    masked_models: list[Any]
     seen: list[set[int]] = field(default_factory=list)
 
 
@@ -48,7 +54,7 @@ class Session:
     """The context manager behind `recording` and `replaying`; used once."""
 
     name = "a session"
-    report: Any = None
+    report: Report | None = None
 
     def __init__(self, model: Any) -> None:
         activation.require_replay(f"{self.name}()")
@@ -111,7 +117,7 @@ class Session:
         inner = unwrap(chunk)
         for stage in self._stages:
             if stage.chunk is inner:
-                parallel_ranks.check_rank(layout, stage.config)
+                check_rank(layout, stage.config)
                 return stage
         raise self._error(
             f"load() for a {type(inner).__name__} that is no chunk of this session's model",
@@ -123,8 +129,8 @@ class Session:
         entry = stage.tracker.load(microbatch)
         stage.seen.append(entry.seen)
         if not stage.takes_mask:
-            if stage.mask_takers:
-                mask_tracker.hold(stage.mask_takers, layout.padding_mask)
+            if stage.masked_models:
+                mask_tracker.set_next_mask(stage.masked_models, layout.padding_mask)
             else:
                 why = "takes no padding_mask (is the patch padding_mask in place?)"
                 mask_tracker.warn_of_padding(stage.chunk, layout.padding_mask, why)
@@ -132,8 +138,8 @@ class Session:
         if getattr(stage.config, "overlap_moe_expert_parallel_comm", False):  # from 0.16 on
             why = "loses padding_mask in Megatron's combined 1F1B"
             mask_tracker.warn_of_padding(stage.chunk, layout.padding_mask, why)
-        where = stage.chunk, stage.config, stage.device
-        return {"padding_mask": parallel_ranks.mask_of_stage(*where, layout)}
+        mask = mask_of_stage(stage.chunk, stage.config, stage.device, layout)
+        return {"padding_mask": mask}
 
     def _finish(self) -> None:
         """At the end of a block without an exception, before routers are native again."""
@@ -152,42 +158,40 @@ class Session:
     def _enter(self, chunk: Any, index: int) -> Stage:
         config = chunk.config
         refuse_features(config, chunk)
-        found = routers.decoder_routers(chunk)
-        self._check_layers(chunk, index, tuple(found))
-        for router in found.values():
+        routers = decoder_routers(chunk)
+        self._check_layers(chunk, index, tuple(routers))
+        for router in routers.values():
             check_router(router)
         recomputes = getattr(config, "recompute_granularity", None) is not None
-        tracker = recompute.Tracker(chunk, recomputes)
-        takes_mask = parallel_ranks.takes_mask(chunk)
+        tracker = Tracker(chunk, recomputes)
+        masked_itself = takes_mask(chunk)
         device = next((p.device for p in chunk.parameters()), torch.device("cpu"))
         stage = Stage(
             chunk,
             config,
             device,
-            tuple(found),
-            tuple(found.values()),
+            tuple(routers),
+            tuple(routers.values()),
             tracker,
-            takes_mask,
-            [] if takes_mask else mask_tracker.takers(chunk),
+            masked_itself,
+            [] if masked_itself else mask_tracker.models_with_masks(chunk),
         )
         for place, router in enumerate(stage.routers):
-            router.router_replay = SessionReplay(router, place, tracker, self.report)
-            if router.router_replay.original is not None:
-                router.router_replay.original.in_session = True
+            SessionReplay(router, place, tracker, self.report).enter(router)
         return stage
 
-    def _check_layers(self, chunk: Any, index: int, found: tuple[int, ...]) -> None:
+    def _check_layers(self, chunk: Any, index: int, layers: tuple[int, ...]) -> None:
         """The layers that are there are those that the config says are there."""
         config = chunk.config
         if not getattr(config, "num_moe_experts", None):
             self._refuse("the model has no experts (num_moe_experts)", "a mixture of experts")
         expected = [
-            routers.local_layers(config, pp_rank=parallel_ranks.pp_rank(), vp_stage=stage)
+            local_layers(config, pp_rank=parallel_ranks.pp_rank(), vp_stage=stage)
             for stage in parallel_ranks.vp_stages(chunk, config, index, len(self._chunks))
         ]
-        if found not in expected:
+        if layers not in expected:
             self._refuse(
-                f"chunk {index} has routers in the layers {found}",
+                f"chunk {index} has routers in the layers {layers}",
                 f"{' or '.join(map(str, expected))}, as its config says (pipeline rank "
                 f"{parallel_ranks.pp_rank()}); expert ids are addressed by layer number",
             )
@@ -214,24 +218,11 @@ class Session:
         """Native routing again, and no reference left; also half-way through entering."""
         for stage in self._stages:
             for router in stage.routers:
-                bound = router.router_replay
-                if not isinstance(bound, SessionReplay) or bound.tracker is not stage.tracker:
-                    continue
-                if bound.was_own:
-                    router.router_replay = bound.original
-                else:  # the class has None
-                    del router.router_replay
-                if bound.original is not None:
-                    bound.original.in_session = False
+                replay = router.router_replay
+                if isinstance(replay, SessionReplay) and replay.tracker is stage.tracker:
+                    replay.leave(router)
             stage.tracker.close()
-            mask_tracker.hold(stage.mask_takers, None)
+            mask_tracker.set_next_mask(stage.masked_models, None)
         self._stages, self._chunks = [], []
         self._drop()
         self._state = "over"
-
-
-def unwrap(model: Any) -> Any:
-    """The model inside of DDP, Float16Module and their like."""
-    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
-        model = inner
-    return model

@@ -1,6 +1,6 @@
 """Checks that misbehave, run as the matrix runs its own.
 
-    python -m helpers.misbehaving_checks [--timeout 3] [CHECK ...]     # prints each cell as a line of JSON
+    python -m helpers.misbehaving_checks [--timeout 3] [CHECK ...]     # a line of JSON for each cell
 
 It needs neither torch nor Megatron.
 """
@@ -15,7 +15,8 @@ import threading
 import time
 from pathlib import Path
 
-from replay_patch.matrix import cells, ranks
+from replay_patch.matrix import ranks
+from replay_patch.matrix.cell_processes import run_all
 from replay_patch.matrix.registry import Check, Skip
 
 TIMEOUT = 3.0
@@ -127,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     wanted = [check for check in CHECKS if check.name in args.checks or not args.checks]
     with tempfile.TemporaryDirectory() as folder:
-        for cell in cells._run_all(wanted, 4, args.timeout, Path(folder), threading.Event()):
+        for cell in run_all(wanted, 4, args.timeout, Path(folder), threading.Event()):
             print(json.dumps(cell), flush=True)
 
 

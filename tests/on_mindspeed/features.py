@@ -7,10 +7,10 @@ from common import SIZES, config_class, helper, import_megatron, on_stage, repor
 
 
 def main() -> dict[str, Any]:
-    from replay_patch.matrix import cpu, npu, tiny
+    from replay_patch.matrix import ascend_bed, cpu, tiny
 
     cpu.install()
-    npu.adapt()
+    ascend_bed.adapt()
     import_megatron()
     tiny.init()
     from megatron.core.pipeline_parallel import schedules
@@ -24,13 +24,15 @@ def main() -> dict[str, Any]:
         found = (getattr(f, "__globals__", {}).get("__name__", "") for f in functions)
         return [name.removeprefix("mindspeed.core.") for name in found]
 
-    npu.repatch(schedules_method="dualpipev")
+    ascend_bed.repatch(schedules_method="dualpipev")
     out: dict[str, Any] = {"dualpipev": stages(), "dualpipev, vp_stage": stages(vp_stage=0)}
-    npu.repatch(schedules_method=None, pipeline_model_parallel_layout=layout())
+    ascend_bed.repatch(schedules_method=None, pipeline_model_parallel_layout=layout())
     out |= {"layout": stages(), "layout of rank 1": stages(pp_rank=1)}
-    npu.repatch(pipeline_model_parallel_layout=None, recompute_in_advance=True, fix_router=True)
+    ascend_bed.repatch(
+        pipeline_model_parallel_layout=None, recompute_in_advance=True, fix_router=True
+    )
     out["ripipe, fix-router"] = where()
-    npu.repatch(recompute_in_advance=None, fix_router=None, moe_fb_overlap=True)
+    ascend_bed.repatch(recompute_in_advance=None, fix_router=None, moe_fb_overlap=True)
     out["fb-overlap"] = where()[:2]
     return out
 

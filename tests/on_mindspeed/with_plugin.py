@@ -35,14 +35,14 @@ NAME = "enable_routing_replay"
 
 def main(order: str) -> dict[str, Any]:
     import replay_patch
-    from replay_patch.matrix import cpu, npu, tiny
+    from replay_patch.matrix import ascend_bed, cpu, tiny
     from replay_patch.matrix.checks import plugin
 
     cpu.install()
     if order == "before":
         import_megatron()
         classes = {"made before": subclass("MadeBefore")}
-    npu.adapt()
+    ascend_bed.adapt()
     import_megatron()
     if order != "before":
         classes = {"made before": subclass("MadeBefore")}
@@ -68,16 +68,16 @@ def main(order: str) -> dict[str, Any]:
 
     stages = {"start": state()}
     out: dict[str, Any] = {"stages": stages, "trainer's own": trainers_own()}
-    if not npu.repatch():
+    if not ascend_bed.repatch():
         return out  # 2.1
     stages["repatch"] = state()
-    npu.repatch(context_parallel_size=1)
+    ascend_bed.repatch(context_parallel_size=1)
     stages["second repatch"] = state()
     manager().remove_patches()
     stages["remove"] = state()
     manager().apply_patches()
     stages["apply"] = state()
-    npu.repatch()
+    ascend_bed.repatch()
     stages["repatch after all"] = state()
 
     out["full arguments"] = {name: full_arguments(name) for name in list(classes)[1:3]}
@@ -86,7 +86,7 @@ def main(order: str) -> dict[str, Any]:
     if hasattr(importlib.import_module(ROUTER), "topk_softmax_with_capacity"):
         out["tp_extend_ep"] = tp_extend_ep()
     left = replay_patch.deactivate().problems
-    npu.repatch()
+    ascend_bed.repatch()
     out["deactivated"] = [*left, *plugin.ours()]
     return out
 
@@ -207,34 +207,34 @@ def import_by_value() -> Callable[[], bool]:
 
 def full_arguments(name: str) -> dict[str, Any]:
     """Replay among MindSpeed's own arguments, as each value; and with the config saying False."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
     from replay_patch.megatron.config import replay_enabled
 
     out: dict[str, Any] = {}
     for value in (True, False, "true", "false"):
-        npu.repatch(**{NAME: value})
+        ascend_bed.repatch(**{NAME: value})
         out[repr(value)] = outcome(lambda: replay_enabled(make(name)))
         if value is True:
             out["True, config False"] = outcome(lambda: replay_enabled(make(name, **{NAME: False})))
-    delattr(npu.mindspeed_args(), NAME)
-    npu.repatch()
+    delattr(ascend_bed.mindspeed_args(), NAME)
+    ascend_bed.repatch()
     return out
 
 
 def strings() -> dict[str, Any]:
     """Case 89: a string where the config has an enum, and what it leaves behind."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
-    npu.repatch(attention_backend="flash")
+    ascend_bed.repatch(attention_backend="flash")
     answer = outcome(lambda: repr(make("TransformerConfig").attention_backend))
-    del npu.mindspeed_args().attention_backend
-    npu.repatch()
+    del ascend_bed.mindspeed_args().attention_backend
+    ascend_bed.repatch()
     return {"config": answer, "status": status()}
 
 
 def unaligned() -> dict[str, Any]:
     """Layers of each stage of [[3], [1]] by MindSpeed's helper, which takes only the config."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
     def config() -> Any:
         return make("TransformerConfig", pipeline_model_parallel_size=2, pipeline_dtype="float32")
@@ -243,14 +243,14 @@ def unaligned() -> dict[str, Any]:
         layers = helper("get_num_layers_to_build")
         return [on_stage(rank, 2, lambda: ask(layers, config())) for rank in range(2)]
 
-    npu.repatch(pipeline_num_transformer_layers=[[3], [1]])
+    ascend_bed.repatch(pipeline_num_transformer_layers=[[3], [1]])
     out = {
         "layers": on_each(lambda layers, config: layers(config)),
         "with vp_stage": on_each(lambda layers, config: layers(config, vp_stage=0)),
         "of rank 1": on_each(lambda layers, config: layers(config, vp_stage=0, pp_rank=1)),
         "status": status(),
     }
-    npu.repatch(pipeline_num_transformer_layers=None)
+    ascend_bed.repatch(pipeline_num_transformer_layers=None)
     out["off"] = on_each(lambda layers, config: layers(config))
     out["of rank 1, off"] = on_each(lambda layers, config: layers(config, vp_stage=None, pp_rank=1))
     return out
@@ -258,7 +258,7 @@ def unaligned() -> dict[str, Any]:
 
 def tp_extend_ep() -> dict[str, Any]:
     """MindSpeed's own routing method, which replaces the release's (core 0.12)."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
     from replay_patch.matrix.checks import tools
 
     needed = {
@@ -267,17 +267,17 @@ def tp_extend_ep() -> dict[str, Any]:
         "moe_permutation_async_comm": True,
         "moe_grouped_gemm": True,
     }
-    npu.repatch(moe_tp_extend_ep=True, **needed)
+    ascend_bed.repatch(moe_tp_extend_ep=True, **needed)
     routing = inspect.unwrap(importlib.import_module(ROUTER).TopKRouter.routing)
     out = {
         "is MindSpeed's": routing.__module__.startswith("mindspeed"),
         "on": outcome(lambda: runs(new_router())),
         "status": status(),
     }
-    npu.repatch(moe_tp_extend_ep=False)
+    ascend_bed.repatch(moe_tp_extend_ep=False)
     for name in needed:
-        delattr(npu.mindspeed_args(), name)
-    npu.repatch()
+        delattr(ascend_bed.mindspeed_args(), name)
+    ascend_bed.repatch()
     out["off"] = outcome(lambda: runs(new_router()))
     return out
 

@@ -26,10 +26,10 @@ NAME = "enable_routing_replay"
 
 
 def main() -> dict[str, Any]:
-    from replay_patch.matrix import cpu, npu
+    from replay_patch.matrix import ascend_bed, cpu
 
     cpu.install()
-    npu.adapt()
+    ascend_bed.adapt()
     import_megatron()
     out: dict[str, Any] = {"branch": branch()}
     if not hasattr(manager(), "remove_patches"):
@@ -37,7 +37,9 @@ def main() -> dict[str, Any]:
     out["no attribute"] = both_configs()
     out |= copies() | subclasses() | full_arguments()
     out["class attribute"] = class_attribute()
-    out |= wrapped_init() | replaced_helper(npu) | unaligned(npu) | strings(npu)
+    out |= (
+        wrapped_init() | replaced_helper(ascend_bed) | unaligned(ascend_bed) | strings(ascend_bed)
+    )
     out["registered twice"] = registered_twice()
     return out
 
@@ -93,9 +95,9 @@ def subclasses() -> dict[str, Any]:
 
 def full_arguments() -> dict[str, Any]:
     """The flag among MindSpeed's own arguments, by a repatch and by a class attribute."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
-    npu.repatch(**{NAME: True})
+    ascend_bed.repatch(**{NAME: True})
     root = config_class("TransformerConfig")
     try:
         answers = [make(root), make(root, **{NAME: False})]
@@ -103,14 +105,14 @@ def full_arguments() -> dict[str, Any]:
         answers.append(make(root))
         delattr(root, NAME)
     finally:
-        delattr(npu.mindspeed_args(), NAME)
-        npu.repatch()
+        delattr(ascend_bed.mindspeed_args(), NAME)
+        ascend_bed.repatch()
     return {"full arguments": answers}
 
 
 def wrapped_init() -> dict[str, Any]:
     """Case 87: whether a stranger's wrapper of a config's `__init__` is called."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
     root, calls = config_class("TransformerConfig"), []
     original = root.__init__
@@ -129,11 +131,11 @@ def wrapped_init() -> dict[str, Any]:
     answers = [called()]
     manager().apply_patches()  # of which all are applied
     answers.append(called())
-    npu.repatch()
+    ascend_bed.repatch()
     return {"wrapped __init__": [*answers, called()]}
 
 
-def replaced_helper(npu: Any) -> dict[str, Any]:
+def replaced_helper(ascend_bed: Any) -> dict[str, Any]:
     """Case 87: a helper that MindSpeed replaces while a feature is on, replaced by a stranger."""
     from megatron.core.transformer import transformer_block
 
@@ -145,22 +147,22 @@ def replaced_helper(npu: Any) -> dict[str, Any]:
     def theirs() -> bool:
         return helper(name) is strange
 
-    npu.repatch(pipeline_num_transformer_layers=[[3], [1]])
+    ascend_bed.repatch(pipeline_num_transformer_layers=[[3], [1]])
     answers = [theirs(), helper(name) is original]
     setattr(transformer_block, name, strange)
     answers.append(theirs())
-    npu.repatch()
+    ascend_bed.repatch()
     answers.append(theirs())
-    npu.repatch(pipeline_num_transformer_layers=None)
+    ascend_bed.repatch(pipeline_num_transformer_layers=None)
     return {"replaced helper": [*answers, theirs(), helper(name) is original]}
 
 
-def unaligned(npu: Any) -> dict[str, Any]:
+def unaligned(ascend_bed: Any) -> dict[str, Any]:
     """Cases 8 and 23: (layers, offset) of each stage of [[3], [1]], the helper's own offset, and
     what comes of the arguments that newer releases have."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    npu.repatch(pipeline_num_transformer_layers=[[3], [1]])
+    ascend_bed.repatch(pipeline_num_transformer_layers=[[3], [1]])
     config = config_class("TransformerConfig")(
         **SIZES, pipeline_model_parallel_size=2, pipeline_dtype="float32"
     )
@@ -174,16 +176,16 @@ def unaligned(npu: Any) -> dict[str, Any]:
         "unaligned": [on_stage(rank, 2, ask) for rank in range(2)],
         "unaligned, vp_stage": on_stage(0, 2, lambda: layers(config, vp_stage=0)),
     }
-    npu.repatch(pipeline_num_transformer_layers=None)
+    ascend_bed.repatch(pipeline_num_transformer_layers=None)
     return out
 
 
-def strings(npu: Any) -> dict[str, Any]:
+def strings(ascend_bed: Any) -> dict[str, Any]:
     """Case 89: a string where the config has an enum."""
-    npu.repatch(attention_backend="flash")
+    ascend_bed.repatch(attention_backend="flash")
     answer = outcome(lambda: repr(config_class("TransformerConfig")(**SIZES).attention_backend))
-    del npu.mindspeed_args().attention_backend
-    npu.repatch()
+    del ascend_bed.mindspeed_args().attention_backend
+    ascend_bed.repatch()
     return {"strings": answer}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from replay_patch import RouteError
 from replay_patch.device_copies import to_device
-from replay_patch.replay.router_call import check_capture
+from replay_patch.replay.router_checks import check_capture
 
 ROOT = Path(__file__).parents[2]
 # The matrix is a CPU bed that stands in for torch.cuda: it is no part of a job.
@@ -21,9 +21,9 @@ SOURCES = [
 ]
 KINDS = ("cuda", "npu")
 ALLOWED = {
-    ("router_call.py", "backends.cuda"): "check_capture: is_built() answers in any torch",
-    ("router_call.py", "torch.cuda"): "check_capture: only in a torch that is built with CUDA",
-    ("router_call.py", "'npu'"): "check_capture: only where torch_npu has put torch.npu",
+    ("router_checks.py", "backends.cuda"): "check_capture: is_built() answers in any torch",
+    ("router_checks.py", "torch.cuda"): "check_capture: only in a torch that is built with CUDA",
+    ("router_checks.py", "'npu'"): "check_capture: only where torch_npu has put torch.npu",
 }
 COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),

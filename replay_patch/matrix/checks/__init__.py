@@ -3,9 +3,9 @@
 Importing this loads neither torch nor Megatron: the functions import what they need.
 """
 
-from replay_patch.matrix.checks import plugin, seams, routing, schedules, padding, npu  # isort: skip
+from replay_patch.matrix.checks import plugin, seams, routing, schedules, padding, ascend  # isort: skip
 from replay_patch.matrix.registry import CHECKS
 
 __all__ = ["CHECKS"]
 
-_MODULES = (plugin, seams, routing, schedules, padding, npu)
+_MODULES = (plugin, seams, routing, schedules, padding, ascend)

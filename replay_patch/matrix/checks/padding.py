@@ -133,11 +133,11 @@ def mtp_recompute() -> None:
     """With multi-token prediction and full recompute a model runs, with a mask where the release
     takes one, and its gradients are those without recompute."""
     from replay_patch.matrix import tiny
-    from replay_patch.megatron import parallel_ranks
+    from replay_patch.megatron import models
 
     tiny.init()
     options = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
-    masked = parallel_ranks.takes_mask(_model("aux_loss"))
+    masked = models.takes_mask(_model("aux_loss"))
     plain, full = (
         _gradients(_model("aux_loss", **options, **more), LENGTH, tools.SEQUENCE, masked=masked)
         for more in ({}, FULL)
@@ -151,10 +151,10 @@ def block_recompute() -> None:
     """From 0.16 on: with a recompute of some layers only (`recompute_method="block"`) the others
     have the padding mask, too; gradients are those without recompute."""
     from replay_patch.matrix import tiny
-    from replay_patch.megatron import parallel_ranks
+    from replay_patch.megatron import models
 
     tiny.init()
-    if not parallel_ranks.takes_mask(_model("none")):
+    if not models.takes_mask(_model("none")):
         raise Skip("this release's model takes no padding_mask; see padding-model")
     block = {**FULL, "recompute_method": "block"}
     plain, found = (

@@ -52,10 +52,11 @@ def off_is_off() -> None:
     extra = set(loaded) - {"replay_patch", "replay_patch.autoload"}
     assert not extra, f"imported though off: {sorted(extra)}"
 
-    here = "from replay_patch.matrix.checks import plugin as p; import json; "
+    setup = "from replay_patch.matrix.checks import plugin as p; import json; "
     if "mindspeed" in sys.modules:
-        here += "from replay_patch.matrix import cpu, npu; cpu.install(); npu.adapt(); "
-    off = _fresh(f"{here}d = p.digest(); print(json.dumps([d, p.ours()]))")
+        setup += "from replay_patch.matrix import ascend_bed, cpu; "
+        setup += "cpu.install(); ascend_bed.adapt(); "
+    off = _fresh(f"{setup}d = p.digest(); print(json.dumps([d, p.ours()]))")
     assert off[1] == [], f"ours in Megatron though off: {off[1]}"
     assert off[0] == digest(), "a model computes something else with the plugin on and unused"
 

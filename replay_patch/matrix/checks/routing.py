@@ -105,10 +105,10 @@ def recompute() -> None:
         "full, block": full | {"recompute_method": "block"},
         "selective, moe": moe,
     }
-    reference, calls = _train(kinds.pop("no recompute"))
+    reference, calls = train(kinds.pop("no recompute"))
     assert calls == 2, f"two routers ran {calls} times without recompute"
     for name, options in kinds.items():
-        gradients, calls = _train(options)
+        gradients, calls = train(options)
         expected = 3 if "block" in name else 4
         assert calls == expected, f"{name}: routers ran {calls} times, expected {expected}"
         for parameter, found in gradients.items():
@@ -223,7 +223,7 @@ def _run(router: Any, *, action: str = "", ids: Any = None, **kwargs: Any) -> di
     return out
 
 
-def _train(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def train(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Gradients of a model of two layers that replays, and how often its routers ran."""
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplayAction

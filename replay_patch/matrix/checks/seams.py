@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,7 +138,7 @@ def topk_seam() -> None:
 
     import torch
 
-    from replay_patch.replay.router_call import running
+    from replay_patch.replay.router_call import replay_at_work
     from replay_patch.replay.router_replay import RouterReplay, RouterReplayAction
 
     function = tools.topk_function()
@@ -149,11 +148,8 @@ def topk_seam() -> None:
     replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD
     replay.target_topk_idx = tools.some_ids()
     logits = torch.randn(tools.TOKENS, tools.EXPERTS)
-    running[threading.get_ident()] = replay
-    try:
+    with replay_at_work.during(replay):
         replayed = function(logits, tools.TOPK)[1]
-    finally:
-        running.clear()
     native = function(logits, tools.TOPK)[1]
     tools.same_map(tools.as_map(replay.target_topk_idx), replayed, "with a router that replays")
     tools.same_map(tools.as_map(tools.native_topk(logits, tools.TOPK)[1]), native, "without one")

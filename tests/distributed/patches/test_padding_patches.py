@@ -5,7 +5,7 @@ import os
 import pytest
 
 import replay_patch
-from replay_patch.matrix import cells
+from replay_patch.matrix.cell_processes import try_check
 from replay_patch.matrix.checks import CHECKS, padding
 from replay_patch.matrix.ranks import launch
 from replay_patch.patching.patch import ACTIVE
@@ -22,7 +22,7 @@ NAMES = ["padding-mask", *(n for n, c in CHECKS.items() if c.run.__module__ == p
 
 
 def one_check(rank: int, world: int, init_file: str, name: str) -> str:
-    return cells._try(CHECKS[name])[0]
+    return try_check(CHECKS[name])[0]
 
 
 def without(rank: int, world: int, init_file: str, patch: str) -> dict[str, str]:

@@ -22,14 +22,14 @@ from replay_patch import RouteError, recording, replaying
 from replay_patch.matrix import tiny
 from replay_patch.matrix.environments import NEWEST
 from replay_patch.matrix.ranks import launch
-from replay_patch.replay import recompute as tracking
+from replay_patch.replay import microbatch_tracker as tracking
 from replay_patch.sessions.microbatch import Microbatch
 from replay_patch.sessions.session_replay import SessionReplay
 
 
 def left_behind() -> list[Any]:
     gc.collect()
-    kinds = (Microbatch, tracking.Entry, SessionReplay, tracking.Tracker)
+    kinds = (Microbatch, tracking.Load, SessionReplay, tracking.Tracker)
     return [type(o).__name__ for o in gc.get_objects() if isinstance(o, kinds)]
 
 
@@ -51,7 +51,7 @@ def test_after_a_schedule_all_is_as_before() -> None:
             assert ("router_replay" in vars(router)) or before[number] is None
         assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
         assert left_behind() == []
-        assert tracking.ended == {}
+        assert tracking.ended_loads == {}
 
 
 NO_TRUTH = sessions.Truth(

@@ -28,7 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from replay_patch import RouteError, recording, replaying
-from replay_patch.replay import recompute as tracking
+from replay_patch.replay import microbatch_tracker as tracking
 
 # --- wrapped models and their outputs -----------------------------------------------------------
 
@@ -191,7 +191,7 @@ def test_backward_after_the_session_is_refused() -> None:
             with pytest.raises(RouteError, match="backward after the session ended"):
                 loss.backward()
         del loss
-        assert tracking.ended == {}
+        assert tracking.ended_loads == {}
         logits_of(model).sum().backward()
 
 

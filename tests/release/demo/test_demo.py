@@ -11,8 +11,8 @@ import megatron.core
 import pytest
 from helpers import interpreters
 
+from replay_patch.demo.launch import MEASURES, format_demo, run_demo
 from replay_patch.demo.rollout import SIZES
-from replay_patch.demo.run import MEASURES, format_demo, run_demo
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.environments import NEWEST
 
@@ -23,8 +23,8 @@ MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 JOB = """
 import json
-from replay_patch.demo.job import run
-from replay_patch.demo.rollout import Sizes
+from replay_patch.demo.experiment import run
+from replay_patch.demo.model import Sizes
 from replay_patch.errors import ReplayPatchError
 
 sizes = Sizes(

@@ -12,6 +12,7 @@ import pytest
 from helpers import interpreters
 
 from replay_patch.drift import comparison
+from replay_patch.matrix import fingerprints_on_bed
 
 MOE = "megatron.core.transformer.moe"
 ROUTER, UTILS = f"{MOE}.router", f"{MOE}.moe_utils"
@@ -67,7 +68,7 @@ def doctor(edited: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_nothing_drifts_on_a_tested_release(megatron_version: str) -> None:
-    found = comparison.examine(cpu=True)
+    found = fingerprints_on_bed.examine()
 
     assert found == {"megatron": f"megatron-core {megatron_version}", "drift": [], "problem": None}
 

@@ -52,7 +52,7 @@ def state_with(function: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str
     stand_in = type("TopKRouter", (), {"_apply_expert_bias": function})
     monkeypatch.setattr(router_module, "TopKRouter", stand_in)
     ledger = Ledger((expert_bias_mask.PATCH,), Settings())
-    ledger.attempt("expert_bias_mask")
+    ledger.apply_if_needed("expert_bias_mask")
     [state] = ledger.states()
     assert (vars(stand_in)["_apply_expert_bias"] is function) is (state.state != ACTIVE)
     return state.state, state.reason

@@ -297,9 +297,9 @@ def test_nothing_is_kept_of_a_call_whose_graph_is_gone() -> None:
     with torch.no_grad():
         masked_loss(model)
 
-    carrier = mask_tracker.carrier_of(model)
-    assert [r.call() for r in carrier._ranges] == [None] * 3
-    assert carrier._running == {}
+    calls = mask_tracker.calls_of(model)
+    assert [span.forward() for span in calls._forwards.spans] == [None] * 3
+    assert calls._at_work.by_thread == {}
 
 
 @OURS

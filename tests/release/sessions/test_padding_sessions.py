@@ -158,7 +158,7 @@ def test_a_held_mask_is_for_one_forward_and_not_for_later() -> None:
     loss_of(model, TOTAL).backward()
 
     assert far(expected, take(model), tolerance=0) == []
-    assert mask_tracker.carrier_of(model).held is None
+    assert mask_tracker.calls_of(model).next_mask is None
 
 
 @HELD
@@ -181,7 +181,7 @@ def test_a_model_that_takes_no_mask_is_told_once(
     """No GPTModel in it, or the patch is not in place: not silently."""
     none = {"moe_z_loss_coeff": None, "moe_router_enable_expert_bias": False} | loss("none", 0.0)
     model = Around(make_model(**({} if losses else none)))
-    monkeypatch.setattr(mask_tracker, "takers", lambda chunk: [])
+    monkeypatch.setattr(mask_tracker, "models_with_masks", lambda chunk: [])
 
     for _ in range(2):
         with recording(model) as record:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from replay_patch.drift import comparison
+from replay_patch.drift import comparison, examination
 from replay_patch.drift.fingerprints import fingerprint
 from replay_patch.matrix.environments import TESTED_RELEASES
 
@@ -52,7 +52,7 @@ def what(old: dict[str, Any], new: dict[str, Any], target: str = GATING) -> list
 
 
 def test_the_data_is_of_all_targets_on_all_tested_releases() -> None:
-    """Else: python -m replay_patch.drift.comparison --write."""
+    """Else: python -m replay_patch.matrix.fingerprints_on_bed --write."""
     data = comparison.known_targets()
 
     assert data["releases"] == list(TESTED_RELEASES)
@@ -220,9 +220,9 @@ def test_lines_for_people() -> None:
 
     assert comparison.describe(comparison.compare(here, data)).splitlines() == [
         "This Megatron differs from the tested releases (the nearest is 1.0):",
+        f"  - {ROUTING}: is gone [fused_router, router_topk]",
         "  - patch router_topk: is not needed here, and is on the tested releases: it takes ids "
         "[router_topk]",
-        f"  - {ROUTING}: is gone [router_topk, fused_router]",
     ]
     assert comparison.describe([]) == ""
 
@@ -302,7 +302,7 @@ def megatron(folder: Path, core: str | None) -> Path:
     ],
 )
 def test_a_megatron_that_cannot_be_looked_at(core: str, problem: str, tmp_path: Path) -> None:
-    found = comparison.examine([megatron(tmp_path, core)])
+    found = examination.examine([megatron(tmp_path, core)])
 
     assert found["drift"] == []
     assert found["problem"].startswith(problem)
@@ -311,6 +311,6 @@ def test_a_megatron_that_cannot_be_looked_at(core: str, problem: str, tmp_path: 
 def test_a_megatron_that_hangs(tmp_path: Path) -> None:
     hanging = megatron(tmp_path, "import time; time.sleep(60)")
 
-    found = comparison.examine([hanging], timeout=0.5)
+    found = examination.examine([hanging], timeout=0.5)
 
     assert found["problem"] == "importing Megatron was not finished after 0.5 s"

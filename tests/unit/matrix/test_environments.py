@@ -1,13 +1,16 @@
 """The release cache, with a pip that is played: no network, no real download."""
 
 import errno
+import importlib
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from replay_patch.errors import ReplayPatchError
@@ -238,20 +241,33 @@ def test_other_failures_show_what_pip_said_without_its_list_of_versions(use_pip,
         environment("0.14.0", tmp_path)
 
 
-def test_the_cache_folder_follows_argument_variable_and_platform(monkeypatch, tmp_path):
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Make this process one of another platform, for platformdirs, which asks when imported."""
+
+    def become(name: str) -> None:
+        monkeypatch.setattr(sys, "platform", name)
+        importlib.reload(platformdirs)
+
+    yield become
+    monkeypatch.undo()
+    importlib.reload(platformdirs)
+
+
+def test_the_cache_folder_follows_argument_variable_and_platform(monkeypatch, tmp_path, platform):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("REPLAY_PATCH_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("LOCALAPPDATA", raising=False)
 
-    monkeypatch.setattr(sys, "platform", "linux")
+    platform("darwin")
+    assert cache_dir() == tmp_path / "Library" / "Caches" / "replay-patch"
+    platform("linux")
     assert cache_dir() == tmp_path / ".cache" / "replay-patch"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "xdg" / "replay-patch"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert cache_dir() == tmp_path / "Library" / "Caches" / "replay-patch"
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    platform("win32")  # whose own functions say where the folders lie
+    folders = {"CSIDL_LOCAL_APPDATA": str(tmp_path / "local")}
+    monkeypatch.setattr("platformdirs.windows.get_win_folder", folders.__getitem__)
     assert cache_dir() == tmp_path / "local" / "replay-patch"
 
     monkeypatch.setenv("REPLAY_PATCH_CACHE", "~/mine")

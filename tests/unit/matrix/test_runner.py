@@ -56,9 +56,9 @@ def test_a_folder_that_is_named_as_a_release_is_looked_at(monkeypatch: pytest.Mo
         looked.append(path)
         raise OSError("enough")
 
-    monkeypatch.setattr(runner.comparison, "examine", examine)
+    monkeypatch.setattr(runner.fingerprints_on_bed, "examine", examine)
     folder, release = Path("/nowhere"), TESTED_RELEASES[0]
 
-    runner._Run(Environment(release, folder), TWO, 1, 1.0, lambda _: None).run()
+    runner._EnvironmentRun(Environment(release, folder), TWO, 1, 1.0, lambda _: None).run()
 
     assert looked == [[folder]]

@@ -48,7 +48,7 @@ def make_patch(apply: Callable[[Transaction], None], **over: Any) -> Patch:
 
 def attempted(patch: Patch, settings: Settings | None = None) -> Ledger:
     ledger = Ledger((patch,), settings or Settings())
-    ledger.attempt(patch.name)
+    ledger.apply_if_needed(patch.name)
     return ledger
 
 
@@ -120,16 +120,18 @@ def test_a_failing_question_is_a_failed_patch() -> None:
     assert (state.state, state.reason) == (FAILED, "LookupError: nothing to patch")
 
 
-def test_what_is_armed_survives_a_failed_apply_and_goes_on_undo() -> None:
+def test_what_is_there_before_an_import_survives_a_failed_apply_and_goes_on_undo() -> None:
     items: list[str] = []
 
     def apply(transaction: Transaction) -> None:
         raise KeyError
 
-    patch = make_patch(apply, arm=lambda transaction: transaction.append(items, "armed", "items"))
+    patch = make_patch(
+        apply, before_import=lambda transaction: transaction.append(items, "early", "items")
+    )
     ledger = attempted(patch)
 
-    assert items == ["armed"]
+    assert items == ["early"]
     ledger.undo()
     assert items == []
 
@@ -210,7 +212,9 @@ def test_attempts_from_many_threads_apply_once() -> None:
     patch = make_patch(lambda transaction: applied.append(1))
     ledger = Ledger((patch,), Settings())
 
-    threads = [threading.Thread(target=ledger.attempt, args=(patch.name,)) for _ in range(8)]
+    threads = [
+        threading.Thread(target=ledger.apply_if_needed, args=(patch.name,)) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -238,7 +242,7 @@ def test_an_overwritten_patch_is_reinstalled_on_top_and_says_so() -> None:
     ledger = attempted(patch)
     target.own = lambda self: "theirs"
 
-    ledger.attempt(patch.name)
+    ledger.apply_if_needed(patch.name)
     (state,) = ledger.states()
 
     assert target().own() == "ours over theirs"
@@ -258,7 +262,7 @@ def test_a_patch_in_place_is_not_applied_twice() -> None:
     ledger = attempted(patch)
     target.own = functools.wraps(target.own)(lambda self: "theirs, around ours")
 
-    ledger.attempt(patch.name)
+    ledger.apply_if_needed(patch.name)
 
     assert applied == [1]
     assert target().own() == "theirs, around ours"
@@ -290,7 +294,7 @@ def test_innermost_goes_underneath_the_wrappers_and_comes_out_again() -> None:
     target, transaction = make_target(), Transaction()
     target.own = outer = wrapped(wrapped(target.own))
 
-    transaction.innermost(target, "own", lambda inner: lambda self: f"ours {inner(self)}")
+    transaction.wrap_innermost(target, "own", lambda inner: lambda self: f"ours {inner(self)}")
 
     assert target.own is outer
     assert target().own() == "wrapped wrapped ours own"
@@ -310,7 +314,7 @@ def test_innermost_comes_around_a_wrapper_that_does_not_hold_what_it_wraps() -> 
 
     target.own = functools.wraps(target.own)(opaque)
 
-    transaction.innermost(target, "own", lambda inner: lambda self: f"ours {inner(self)}")
+    transaction.wrap_innermost(target, "own", lambda inner: lambda self: f"ours {inner(self)}")
 
     assert target().own() == "ours opaque"
     assert transaction.undo() == []
@@ -328,7 +332,7 @@ def test_what_comes_back_of_ours_is_not_lost_and_is_undone() -> None:
     ledger = attempted(make_patch(apply))
     found = target.own
     target.own = lambda self: "theirs"
-    ledger.attempt("example")
+    ledger.apply_if_needed("example")
     assert target().own() == "ours theirs"
 
     target.own = found

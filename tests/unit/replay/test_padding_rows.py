@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replay_patch import LayoutError, RouteError
+from replay_patch.megatron import parallel_ranks
 from replay_patch.patches.megatron import block_recompute_mask, mtp_recompute_mask
 from replay_patch.replay import padding_rows
 
@@ -27,7 +28,7 @@ def model(sequence_parallel: bool = True, dispatcher: str = "alltoall") -> Any:
 
 @pytest.fixture(params=[0, 1])
 def rank(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(padding_rows, "tp_rank", lambda: request.param)
+    monkeypatch.setattr(parallel_ranks, "tp_rank", lambda: request.param)
     return int(request.param)
 
 
@@ -53,7 +54,9 @@ def test_a_mask_is_cut_once_for_sequence_parallelism(rank: int, mask: Any, enter
     ids = IDS if entering == "ids" else None
     given = hidden(S // TP) if entering == "hidden states" else None
 
-    found = padding_rows.of_model(model(), part(rank) if mask == "part" else mask, ids, given)
+    found = padding_rows.padding_of_model_call(
+        model(), part(rank) if mask == "part" else mask, ids, given
+    )
 
     rows = real_rows(found, S // TP * B)
     assert torch.equal(rows, ~part(rank).t().flatten())  # sequence-major
@@ -61,17 +64,19 @@ def test_a_mask_is_cut_once_for_sequence_parallelism(rank: int, mask: Any, enter
 
 def test_without_sequence_parallelism_each_rank_has_all_rows() -> None:
     for ids, given in ((IDS, None), (None, hidden(S))):
-        found = padding_rows.of_model(model(sequence_parallel=False), MASK, ids, given)
+        found = padding_rows.padding_of_model_call(model(sequence_parallel=False), MASK, ids, given)
         assert torch.equal(real_rows(found, S * B), ~MASK.t().flatten())
 
 
 def test_a_router_that_gathers_has_both_kinds_of_rows(rank: int) -> None:
-    found = padding_rows.of_model(model(dispatcher="alltoall_seq"), MASK, IDS, None)
+    found = padding_rows.padding_of_model_call(model(dispatcher="alltoall_seq"), MASK, IDS, None)
 
     assert torch.equal(real_rows(found, S // TP * B), ~part(rank).t().flatten())
     assert torch.equal(real_rows(found, S * B), ~MASK.t().flatten())
     with pytest.raises(RouteError, match="the whole mask"):
-        padding_rows.of_model(model(dispatcher="alltoall_seq"), part(rank), None, hidden(S // TP))
+        padding_rows.padding_of_model_call(
+            model(dispatcher="alltoall_seq"), part(rank), None, hidden(S // TP)
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,11 +101,11 @@ def test_what_is_no_mask_of_the_input_is_refused(
     mask: Any, ids: Any, given: Any, words: str
 ) -> None:
     with pytest.raises(LayoutError, match=words):
-        padding_rows.of_model(model(), mask, ids, given)
+        padding_rows.padding_of_model_call(model(), mask, ids, given)
 
 
 def test_a_router_with_other_rows_than_the_mask_is_refused() -> None:
-    found = padding_rows.of_model(model(sequence_parallel=False), MASK, IDS, None)
+    found = padding_rows.padding_of_model_call(model(sequence_parallel=False), MASK, IDS, None)
 
     with pytest.raises(LayoutError, match=r"layer 3: the router has 15 rows, and .* is for 16"):
         real_rows(found, 15)
@@ -110,13 +115,13 @@ def test_a_layer_takes_its_part_and_leaves_a_part_alone(rank: int) -> None:
     """0.16 on, where Megatron's models hand on the mask."""
     fits = part(rank).contiguous()
 
-    assert torch.equal(padding_rows.of_layer(model(), MASK, hidden(S // TP)), fits)
-    assert padding_rows.of_layer(model(), fits, hidden(S // TP)) is fits
-    assert padding_rows.of_layer(model(sequence_parallel=False), MASK, hidden(S)) is MASK
-    assert padding_rows.of_layer(model(), MASK, None) is MASK
+    assert torch.equal(padding_rows.mask_of_layer(model(), MASK, hidden(S // TP)), fits)
+    assert padding_rows.mask_of_layer(model(), fits, hidden(S // TP)) is fits
+    assert padding_rows.mask_of_layer(model(sequence_parallel=False), MASK, hidden(S)) is MASK
+    assert padding_rows.mask_of_layer(model(), MASK, None) is MASK
     for layer, mask in ((model(), MASK[:, 1:]), (model(sequence_parallel=False), MASK)):
         with pytest.raises(LayoutError, match=r"expected \[2, 4\], that of layer 3"):
-            padding_rows.of_layer(layer, mask, hidden(S // TP))
+            padding_rows.mask_of_layer(layer, mask, hidden(S // TP))
 
 
 def test_a_loss_is_scaled_to_the_real_rows() -> None:

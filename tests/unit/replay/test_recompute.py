@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from replay_patch.errors import RouteError
 from replay_patch.replay import recompute
-from replay_patch.replay.recompute import Tracker
+from replay_patch.replay.microbatch_tracker import Tracker, check_ended, ended_loads
 
 
 class Router(nn.Module):
@@ -51,9 +51,9 @@ class Chunk(nn.Module):
         return second(checkpoint(first, x, use_reentrant=self.reentrant))
 
 
-def tracked(reentrant: bool | None = True, recompute: bool = True) -> tuple[Chunk, Tracker]:
+def tracked(reentrant: bool | None = True, recomputes: bool = True) -> tuple[Chunk, Tracker]:
     chunk = Chunk(reentrant)
-    tracker = Tracker(chunk, recompute)
+    tracker = Tracker(chunk, recomputes)
     for router in chunk.routers:
         router.tracker = tracker
     return chunk, tracker
@@ -205,7 +205,7 @@ def test_so_they_are_though_a_device_thread_has_numbers_of_its_own() -> None:
 
     def backward() -> None:
         # The recompute's nodes get numbers that are those of microbatch 0 in the main thread.
-        while torch.autograd._get_sequence_nr() < entry.start:
+        while torch.autograd._get_sequence_nr() < entry.span.start:
             (chunk.weight * 1).detach()
         try:
             loss.backward()
@@ -272,8 +272,8 @@ def test_an_old_torch_is_refused_where_recompute_is_configured(
     monkeypatch.setattr(recompute, "KNOWS", False)
 
     with pytest.raises(RouteError, match="does not say which forward"):
-        Tracker(Chunk(None), recompute=True)
-    chunk, tracker = tracked(None, recompute=False)
+        Tracker(Chunk(None), recomputes=True)
+    chunk, tracker = tracked(None, recomputes=False)
     run(chunk, tracker, 0).sum().backward()
     assert [router.calls for router in chunk.routers] == [[(0, False)]] * 2
 
@@ -286,16 +286,16 @@ def test_after_closing_living_graphs_are_known_as_ended() -> None:
     tracker.close()
 
     assert entry.data is None
-    assert len(recompute.ended) == 1
+    assert len(ended_loads) == 1
     assert not chunk._forward_hooks
     for router in chunk.routers:
         router.tracker = None
-    chunk.routers[0].register_forward_pre_hook(lambda router, _: recompute.check_ended(router))
+    chunk.routers[0].register_forward_pre_hook(lambda router, _: check_ended(router))
     with pytest.raises(RouteError, match="layer 1: backward after the session ended"):
         loss.backward()
     del loss, entry
     gc.collect()
-    assert not recompute.ended
+    assert not ended_loads
 
 
 def test_a_chunk_has_one_tracker_at_a_time() -> None:

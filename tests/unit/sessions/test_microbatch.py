@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from replay_patch import Routes, TokenLayout
-from replay_patch.sessions.microbatch import replayed
+from replay_patch.sessions.microbatch import microbatch_to_replay
 from replay_patch.sessions.report import Report
 
 
@@ -32,7 +32,7 @@ def test_ids_come_in_the_order_of_router_rows() -> None:
         for part, known in zip((ids[:3], ids[3:4]), ([True, False, True], [True]), strict=True)
     ]
 
-    made, after = replayed(routes, layout, stage(2, 200, 2), (1, 2), 4, True, True)
+    made, after = microbatch_to_replay(routes, layout, stage(2, 200, 2), (1, 2), 4, True, True)
 
     assert made.ids[0][:5, 0].tolist() == [10, 13, 0, 0, 12]
     assert made.ids[1][:5, 1].tolist() == [111, 114, 0, 0, 113]
@@ -51,7 +51,7 @@ def test_a_piece_that_starts_later_leaves_holes_before() -> None:
     layout = TokenLayout.packed([5])
     piece = Routes(torch.tensor([[[1]], [[2]]]), 4, start=2)
 
-    made, _ = replayed([piece], layout, stage(1, 4, 1), (1,), 0, False, True)
+    made, _ = microbatch_to_replay([piece], layout, stage(1, 4, 1), (1,), 0, False, True)
 
     assert made.ids[0].flatten().tolist() == [0, 0, 1, 2, 0]
     assert made.counts == (2, 3, 0)

@@ -1,8 +1,8 @@
 """Apply a real MindSpeed on a machine without an NPU, as the first lines of a job do.
 
-    from replay_patch.matrix import cpu, npu
+    from replay_patch.matrix import ascend_bed, cpu
     cpu.install()
-    npu.adapt()            # before the first import of megatron.core
+    ascend_bed.adapt()            # before the first import of megatron.core
 
 torch_npu, torchair, acl and MegatronAdaptor are stand-ins (`replay_patch/matrix/standins/`, put on
 the path by whoever starts the process); MindSpeed and Megatron are the real ones. The kernels are

@@ -1,26 +1,11 @@
-"""`replay-patch demo`: what routing replay changes, on a real Megatron-core, in a minute on a CPU.
+"""What the demo measured: as text for people, and as a plot."""
 
-`run_demo` fetches the release and runs `replay_patch.demo.job` on it in a process of its own, so
-that neither torch nor Megatron of the calling process is touched.
-"""
-
-import collections
-import json
 import os
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from replay_patch.demo.job import PROGRESS
 from replay_patch.errors import ReplayPatchError
-from replay_patch.matrix import environments
-from replay_patch.processes import environ
 
-__all__ = ["format_demo", "plot_demo", "run_demo"]
+__all__ = ["MEASURES", "format_demo", "plot_demo"]
 
 MEASURES = {
     "router_decisions_differ": "router decisions that differ",
@@ -37,48 +22,6 @@ PAPER = {
     "kl": ("1.5e-03", "7.5e-04"),
     "extreme_tokens": ("", "about 10x fewer"),
 }
-
-_LINES_KEPT = 200
-_LINES_SHOWN = 15
-
-
-def run_demo(
-    megatron: str = "latest",
-    seed: int = 0,
-    cache: str | os.PathLike[str] | None = None,
-    megatron_path: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Run the demo and return what it measured.
-
-    Args:
-        megatron: the release, downloaded once; "latest" is the newest tested one.
-        seed: of weights, prompts and sampling.
-        cache: where releases are kept; see `environments.cache_dir`.
-        megatron_path: a folder that holds a `megatron` package, in place of a download.
-        progress: called with one line at a time; by default they go to stderr.
-
-    Returns:
-        `megatron`, `seed`, `tokens`, `layers`, `captured` (share of router decisions replayed),
-        `without_replay` and `with_replay` (each the keys of `MEASURES`, shares as fractions of
-        1), `seconds`, and more about the job (`loss`, `sizes`, `torch`).
-
-    Raises:
-        ReplayPatchError: the release cannot be had, or the job failed (its last lines are shown).
-    """
-    started = time.monotonic()
-    say = progress or _to_stderr
-    if megatron_path is None:
-        say(f"Megatron-core {megatron} (downloaded at its first use)")
-        folder = environments.environment(megatron, cache)
-    else:
-        folder = environments.checkout(megatron_path)
-    with tempfile.TemporaryDirectory(prefix="replay-patch-demo-") as work:
-        out = Path(work) / "result.json"
-        _run_job(folder, ["--out", str(out), "--seed", str(seed)], work, say)
-        result: dict[str, Any] = json.loads(out.read_text())
-    result["seconds"] = round(time.monotonic() - started, 1)
-    return result
 
 
 def format_demo(result: dict[str, Any]) -> str:
@@ -158,42 +101,3 @@ def _number(key: str, value: float) -> str:
 
 def _series(values: list[float]) -> str:
     return f"{values[0]:+.3f} to {values[-1]:+.3f}"
-
-
-# ----------------------------------------------------------------------------------- the process
-
-
-def _run_job(megatron: Path, arguments: list[str], cwd: str, say: Callable[[str], None]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "replay_patch.demo.job", *arguments]
-    command += ["--megatron", str(megatron)]
-    kept: collections.deque[str] = collections.deque(maxlen=_LINES_KEPT)
-    with subprocess.Popen(
-        command,
-        env=environ([megatron]),
-        cwd=cwd,  # with -m, the working folder comes first on sys.path: it may hold a megatron
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if line.startswith(PROGRESS):
-                    say(line.removeprefix(PROGRESS).rstrip())
-                elif line.strip():
-                    kept.append(line.rstrip())
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode != 0:
-        shown = "\n".join(f"  {line}" for line in list(kept)[-_LINES_SHOWN:])
-        raise ReplayPatchError(
-            f"demo: the job on {megatron} ended with exit code {process.returncode}; it said:\n"
-            f"{shown}"
-        )
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -4,7 +4,14 @@ import functools
 import types
 from typing import Any
 
-from replay_patch.matrix.checks import padding, routing, schedules, tools
+from replay_patch.matrix.checks import (
+    microbatches,
+    padding,
+    routing,
+    schedules,
+    sessions,
+    tools,
+)
 from replay_patch.matrix.checks.plugin import is_ours
 from replay_patch.matrix.registry import Skip, check
 
@@ -43,8 +50,8 @@ def npu_targets() -> None:
         found = probe.find(target)
         return getattr(found, "__func__", found)
 
-    here = [p for p in patches() if not p.optional]
-    targets = dict.fromkeys(t for p in here for t in p.targets if is_ours(live(t)))
+    ours = [p for p in patches() if not p.optional]
+    targets = dict.fromkeys(t for p in ours for t in p.targets if is_ours(live(t)))
     targets = {t: None for t in targets if not is_ours([*chain(live(t))][-1])}  # not an addition
     assert len(targets) > 10, f"the plugin changes {list(targets)} only"
     states = _states()
@@ -108,7 +115,7 @@ def _unaligned_rank(rank: int, world: int, init_file: str | None, options: dict[
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    schedules._rank(rank, world, init_file, options)
+    sessions.on_rank(rank, world, init_file, options)
     config = tools.config(**options)
     before, stages = 0, options.get("virtual_pipeline_model_parallel_size")
     for vp_stage in [None] if stages is None else range(stages):
@@ -131,7 +138,7 @@ def npu_noop_layers() -> None:
     _repatch(noop_layers="0,3", **options)
     assert launch(_noop_rank, 2, (options,)) == [(2,), (3,)]
     with tools.mindspeed_may_fail("NoopTransformerLayer.forward() got an"):  # the map was right
-        tools.on_ranks(schedules._rank, **options)
+        tools.on_ranks(sessions.on_rank, **options)
 
 
 def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tuple[int, ...]:
@@ -142,8 +149,10 @@ def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tu
     tiny.init(world, rank, init_file, **tools.group_sizes(options))
     config = tools.config(**options)
     found = tuple(routers.decoder_routers(tiny.model_chunks(config)[0]))
-    said = replay_patch.local_layers(config)
-    assert found == said, f"rank {rank}: routers in the layers {found}, local_layers says {said}"
+    helper = replay_patch.local_layers(config)
+    assert found == helper, (
+        f"rank {rank}: routers in the layers {found}, local_layers says {helper}"
+    )
     return found
 
 
@@ -164,10 +173,10 @@ def npu_block_recompute() -> None:
     _repatch_alone(recompute_method="block")
     tiny.init()
     block = {"recompute_granularity": "full", "recompute_method": "block"}
-    reference, calls = routing._train({})
+    reference, calls = routing.train({})
     tiny.clear_aux_tracker()
     with tools.mindspeed_may_fail("transformer_block_checkpointed_forward() got an"):
-        gradients, again = routing._train(block | {"recompute_num_layers": 2})
+        gradients, again = routing.train(block | {"recompute_num_layers": 2})
     assert (calls, again) == (2, 4), f"two routers ran {calls} times, and {again} with recompute"
     for name, gradient in reference.items():
         tools.same_bits(gradient, gradients[name], f"gradient of {name}")
@@ -219,19 +228,19 @@ def _routers_rank(rank: int, world: int, init_file: str | None, options: dict[st
         def forward(self, hidden: Any) -> Any:
             return [router(hidden) for router in self.routers]
 
-    chunk, layout = Routers(), schedules._layout(config)
+    chunk, layout = Routers(), microbatches.layout_of(config)
     rows = tools.SEQUENCE // world
     hidden = tools.hidden_states()[rank * rows : (rank + 1) * rows]
     with replay_patch.recording(chunk) as record:
         record.load(chunk, layout)
         native = [routing_map for _, routing_map in chunk(hidden)]
-    given = schedules._other_routes((1, 2))[: len(schedules.LENGTHS)]
+    given = microbatches.other_routes((1, 2))[: len(microbatches.LENGTHS)]
     with replay_patch.replaying(chunk) as replay:
         replay.load(chunk, given, layout)
         found = [routing_map for _, routing_map in chunk(hidden)]
     for what, routes, maps in (("recorded", record.routes(), native), ("replayed", given, found)):
         for number, routing_map in enumerate(maps, start=1):
-            wanted = schedules._maps(routes, 0, number, layout)
+            wanted = microbatches.wanted_maps(routes, 0, number, layout)
             real = wanted.any(1)
             assert real.any(), f"rank {rank}: no row has a route"
             tools.same_map(wanted[real], routing_map[real], f"{what}, rank {rank}, layer {number}")
@@ -266,18 +275,18 @@ def npu_refusals() -> None:
 
 
 def _repatch(**arguments: Any) -> None:
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
-    if not npu.repatch(**arguments):
+    if not ascend_bed.repatch(**arguments):
         raise Skip("this MindSpeed has no repatch: its features are chosen on a command line")
 
 
 def _repatch_alone(**arguments: Any) -> None:
     """With MindSpeed's features for these arguments, but not with every config having them."""
-    from replay_patch.matrix import npu
+    from replay_patch.matrix import ascend_bed
 
     _repatch(**arguments)
-    vars(npu.mindspeed_args()).update(dict.fromkeys(arguments))
+    vars(ascend_bed.mindspeed_args()).update(dict.fromkeys(arguments))
 
 
 def _in_place(after: str) -> None:

@@ -1,65 +1,75 @@
-"""The demo itself, in a process of its own: `python -m replay_patch.demo.job --out FILE`.
+"""The demo itself, in a process of its own: `python -m replay_patch.demo.experiment --seed 0`.
 
 A tiny mixture-of-experts GPT of a real Megatron-core, with random weights. Its bf16 copy plays the
 rollout engine and writes responses, and what each of its routers chose is recorded. The fp32
 original is the trainer: it takes the same policy-gradient steps on those responses twice, choosing
 experts anew and replaying the recorded choices. Everything reported is read off the routers' own
 outputs and the models' own log-probabilities.
+
+It prints JSON lines: `{"progress": "..."}` while it runs, and `{"result": {...}}`.
 """
 
 import argparse
 import importlib.util
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import replay_patch
-from replay_patch.demo.rollout import (
+from replay_patch.demo.model import (
     SIZES,
-    Rollout,
     Sizes,
     as_map,
     build,
     positions,
-    replays,
-    roll_out,
+    replay_objects,
     stacked,
-    watch,
+    watch_routing_maps,
 )
+from replay_patch.demo.rollout import Rollout, roll_out
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix import cpu, tiny
-
-PROGRESS = "demo> "
-"""How a line starts that is meant for the user; `replay_patch.demo.run` passes these on."""
+from replay_patch.processes import parents_stdout
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the demo and write its result as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m replay_patch.demo.job")
-    parser.add_argument("--out", required=True, type=Path)
+    """Run the demo and print its result."""
+    parser = argparse.ArgumentParser(prog="python -m replay_patch.demo.experiment")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--megatron", type=Path, help="the folder megatron must come from")
     args = parser.parse_args(argv)
+    stdout = parents_stdout()
+
+    def say(**message: Any) -> None:
+        print(json.dumps(message), file=stdout)
+
     try:
         if args.megatron is not None:
             _check_origin(args.megatron)
-        args.out.write_text(json.dumps(run(args.seed)))
+        say(result=run(args.seed, progress=lambda line: say(progress=line)))
     except ReplayPatchError as error:
         parser.exit(1, f"{error}\n")
 
 
-def run(seed: int, sizes: Sizes = SIZES) -> dict[str, Any]:
+def run(
+    seed: int, sizes: Sizes = SIZES, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Roll out once, train without and with replay from the same weights, and compare.
 
+    Args:
+        seed: of weights, prompts and sampling.
+        sizes: of model, rollout and training.
+        progress: called with a line before each part.
+
     Returns:
-        Plain JSON types; see `replay_patch.demo.run.run_demo`.
+        Plain JSON types; see `replay_patch.demo.launch.run_demo`.
 
     Raises:
         ReplayPatchError: a captured decision was not replayed exactly.
     """
+    progress = progress or (lambda line: None)
     replay_patch.activate()
     cpu.install()
     tiny.init(seed=seed)
@@ -72,14 +82,14 @@ def run(seed: int, sizes: Sizes = SIZES) -> dict[str, Any]:
     _copy(start, engine)  # rounds to bf16
 
     generator = torch.Generator().manual_seed(seed)
-    _say(f"Megatron-core {release}: {sizes.sequences} responses from the bf16 rollout engine")
+    progress(f"Megatron-core {release}: {sizes.sequences} responses from the bf16 rollout engine")
     rollout = roll_out(engine, sizes, generator)
     advantages = torch.randn(sizes.sequences, generator=generator)
     advantages = (advantages - advantages.mean()) / advantages.std()
 
     measured, losses = {}, {}
     for name, replay in (("without_replay", False), ("with_replay", True)):
-        _say(f"{sizes.steps} training steps in fp32 {name.replace('_', ' ')}")
+        progress(f"{sizes.steps} training steps in fp32 {name.replace('_', ' ')}")
         _copy(start, trainer)
         measured[name], losses[name] = train(trainer, rollout, advantages, sizes, replay)
     tiny.shutdown()
@@ -109,7 +119,7 @@ def train(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    maps = watch(model)
+    maps = watch_routing_maps(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=sizes.learning_rate)
     sampled = rollout.tokens[:, sizes.prompt :, None]
     old = rollout.log_probs.gather(-1, sampled)[..., 0]
@@ -118,7 +128,7 @@ def train(
     def forward_step(parts: Iterator[Any], model: Any) -> tuple[Any, Any]:
         part = next(parts)
         tokens = rollout.tokens[part]
-        for layer, entry in enumerate(replays(model)):
+        for layer, entry in enumerate(replay_objects(model)):
             entry.clear_indices()
             entry.clear_router_replay_action()
             if replay:
@@ -166,7 +176,7 @@ def train(
                 "differ from the rollout's; expected none"
             )
         first = first or measured
-    for entry in replays(model):
+    for entry in replay_objects(model):
         entry.clear_indices()
         entry.clear_router_replay_action()
     return first, losses
@@ -212,18 +222,13 @@ def _copy(weights: dict[str, Any], model: Any) -> None:
 def _check_origin(folder: Path) -> None:
     """A `megatron/__init__.py` anywhere on sys.path wins over a release, which has none."""
     spec = importlib.util.find_spec("megatron")
-    places = list(spec.submodule_search_locations or []) if spec is not None else []
-    found = Path(places[0]).absolute().parent if places else None
-    if found != folder.absolute():
+    packages = list(spec.submodule_search_locations or []) if spec is not None else []
+    origin = Path(packages[0]).absolute().parent if packages else None
+    if origin != folder.absolute():
         raise ReplayPatchError(
-            f"demo: megatron is taken from {found}, expected from {folder}; remove the other one "
+            f"demo: megatron is taken from {origin}, expected from {folder}; remove the other one "
             "from PYTHONPATH, or uninstall it"
         )
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{PROGRESS}{line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""What one rank checks of `recording()` and `replaying()`, in whatever parallel run it is."""
+
+from typing import Any
+
+from replay_patch.matrix.checks import tools
+from replay_patch.matrix.checks.microbatches import (
+    LAYERS,
+    LENGTHS,
+    MICROBATCHES,
+    layout_of,
+    of_microbatch,
+    other_routes,
+    run_watched,
+    wanted_maps,
+)
+
+
+def on_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
+    """What the check `schedule` proves, on one rank; `options` are config fields."""
+    import replay_patch
+    from replay_patch.matrix import tiny
+
+    options = {"num_layers": LAYERS} | options
+    tiny.init(world, rank, init_file, **tools.group_sizes(options))
+    config = tools.config(replay=False, **options)
+    chunks = tiny.model_chunks(config)
+    layout = layout_of(config)
+
+    with replay_patch.recording(chunks) as record:
+        native = run_watched(chunks, lambda chunk, _: record.load(chunk, layout), train=False)
+    recorded = record.routes()
+    assert [sequence.num_tokens for sequence in recorded] == [*LENGTHS] * MICROBATCHES
+    without_router = getattr(config, "noop_layers", None) or ()  # MindSpeed's, numbered from 0
+    layers = tuple(n for n in range(1, options["num_layers"] + 1) if n - 1 not in without_router)
+    assert all(sequence.layers == layers for sequence in recorded), recorded[0].layers
+    for (layer, microbatch), maps in native.items():
+        wanted = wanted_maps(recorded, microbatch, layer, layout)
+        rows = wanted.any(1)
+        where = f"recorded, layer {layer}, microbatch {microbatch}"
+        tools.same_map(wanted[rows], maps[0][0][rows], where)
+        tools.same_map(maps[0][1], maps[0][0], where)
+
+    routes = other_routes(layers)
+    gradients = []
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for recompute in ({}, full | {"recompute_num_layers": 1}):
+        tiny.clear_aux_tracker()
+        config = tools.config(replay=False, **options, **recompute)
+        chunks = tiny.model_chunks(config)
+        with replay_patch.replaying(chunks) as replay:
+
+            def load(chunk: Any, microbatch: int, replay: Any = replay) -> dict[str, Any]:
+                return dict(replay.load(chunk, of_microbatch(routes, microbatch), layout))
+
+            seen = run_watched(chunks, load, train=True)
+        held = [router.layer_number for chunk in chunks for router in tools.routers(chunk)]
+        expected = {(layer, m) for layer in held for m in range(MICROBATCHES)}
+        assert seen.keys() == expected, f"rank {rank}: calls of {sorted(seen)}"
+        _check_maps(seen, routes, layout, calls=2 if recompute else 1)
+        _check_report(replay.report, seen, routes, layout)
+        for chunk in chunks:
+            reached = {n: p.grad for n, p in chunk.named_parameters() if p.grad is not None}
+            assert any("router" in name for name in reached), "no gradient reaches a router"
+            gradients.append(reached)
+    half = len(gradients) // 2
+    for without, with_recompute in zip(gradients[:half], gradients[half:], strict=True):
+        for name, gradient in without.items():
+            tools.same_bits(gradient, with_recompute[name], f"rank {rank}, gradient of {name}")
+    tiny.clear_aux_tracker()
+    chunks = tiny.model_chunks(tools.config(**options))
+    seen = run_watched(chunks, lambda chunk, m: _set_targets(chunk, routes, m, layout), train=True)
+    _check_maps(seen, routes, layout, calls=1, own_holes=False)
+
+
+def _set_targets(chunk: Any, routes: list[Any], microbatch: int, layout: Any) -> dict[str, Any]:
+    """The low-level way: ids [R, K] for each router; rows without any get experts 0 .. K-1."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    for router in tools.routers(chunk):
+        wanted = wanted_maps(routes, microbatch, router.layer_number, layout)
+        wanted[~wanted.any(1), : tools.TOPK] = True
+        replay = router.router_replay
+        replay.clear_indices()
+        replay.set_target_indices(wanted.nonzero()[:, 1].view(len(wanted), tools.TOPK))
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    return {}
+
+
+def _check_maps(
+    seen: Any, routes: list[Any], layout: Any, calls: int, own_holes: bool = True
+) -> None:
+    """Every call took the ids of its own microbatch, and a recompute what its forward took.
+
+    Args:
+        own_holes: tokens without a route took the native experts, and padding all alike.
+    """
+    for (layer, microbatch), maps in seen.items():
+        where = f"layer {layer}, microbatch {microbatch}"
+        assert len(maps) == calls, f"{where}: {len(maps)} router calls, expected {calls}"
+        wanted = wanted_maps(routes, microbatch, layer, layout)
+        rows = wanted.any(1)
+        padding = layout.rows < 0
+        holes = ~(rows | padding)
+        for number, (found, native) in enumerate(maps, start=1):
+            call = f"{where}, call {number}"
+            tools.same_map(wanted[rows], found[rows], call)
+            tools.same_map(maps[0][0], found, f"{call} against the first")
+            assert (found.sum(1) == tools.TOPK).all(), f"{call}: a row without distinct experts"
+            if own_holes:
+                tools.same_map(native[holes], found[holes], f"{call}: tokens without a route")
+                used = found[padding].sum(0)
+                spread = int(used.max() - used.min())
+                assert spread <= 1, f"{call}: padding goes to experts {used.tolist()} times"
+
+
+def _check_report(report: Any, seen: Any, routes: list[Any], layout: Any) -> None:
+    """It counts each row once for each layer, and the first microbatch of each stage's overlap."""
+    padding = int((layout.rows < 0).sum()) * len(seen)
+    replayed = sum(int(wanted_maps(routes, m, layer, layout).any(1).sum()) for layer, m in seen)
+    found = (report.replayed, report.holes, report.padding)
+    expected = (replayed, len(layout.rows) * len(seen) - replayed - padding, padding)
+    assert found == expected, f"(replayed, holes, padding) is {found}, expected {expected}"
+    for (layer, microbatch), maps in seen.items():
+        if microbatch == 0:
+            wanted = wanted_maps(routes, 0, layer, layout)
+            share = float((wanted & maps[0][1]).sum() / wanted.sum())
+            shown = report.overlap[layer]
+            assert abs(share - shown) < 1e-6, f"layer {layer}: overlap {shown}, expected {share}"
