@@ -36,7 +36,7 @@ matrix: setup
 
 # What the drift report compares with: all that patches change or rely on, in every tested release.
 fingerprints: setup
-	$(BIN)/python -m replay_patch.drift.comparison --write
+	$(BIN)/python -m replay_patch.matrix.fingerprints_on_bed --write
 
 lint: setup
 	$(BIN)/ruff check .

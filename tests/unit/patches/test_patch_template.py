@@ -43,7 +43,7 @@ def faulty(total: float, num_tokens: int, scale: float = 1.0) -> float:
 def attempted(patch: Patch) -> tuple[Ledger, str, str]:
     """(the ledger, the patch's state, the reason) after it was tried."""
     ledger = Ledger((patch,), Settings())
-    ledger.attempt(patch.name)
+    ledger.apply_if_needed(patch.name)
     [state] = ledger.states()
     return ledger, state.state, state.reason
 
