@@ -89,7 +89,7 @@ class RouteBatch(Sequence[Routes]):
             if captured_lengths is not None:
                 captured = np.arange(length) < captured_tokens[number]
             make = functools.partial(Routes, captured=captured, layers=axis, on_invalid=on_invalid)
-            trajectories.append(_named(number, make, rows, num_experts))
+            trajectories.append(_call_for_trajectory(number, make, rows, num_experts))
         return cls(trajectories)
 
     def select(self, indices: Any) -> "RouteBatch":
@@ -141,7 +141,7 @@ class RouteBatch(Sequence[Routes]):
         wanted = tuple(layer_numbers)
         model = None if moe_layers is None else tuple(moe_layers)
         return RouteBatch(
-            _named(number, routes.for_layers, wanted, model, num_layers)
+            _call_for_trajectory(number, routes.for_layers, wanted, model, num_layers)
             for number, routes in enumerate(self._routes)
         )
 
@@ -182,7 +182,7 @@ class RouteBatch(Sequence[Routes]):
             wanted = tuple(layer_numbers)
             model = None if moe_layers is None else tuple(moe_layers)
             places = [
-                _named(number, routes.layer_places, wanted, model, num_layers)
+                _call_for_trajectory(number, routes.layer_places, wanted, model, num_layers)
                 for number, routes in enumerate(self._routes)
             ]
         return routes_in_rows(
@@ -215,7 +215,7 @@ class RouteBatch(Sequence[Routes]):
         return f"<RouteBatch of {len(self)}>"
 
 
-def _named(number: int, function: Any, *args: Any) -> Any:
+def _call_for_trajectory(number: int, function: Any, *args: Any) -> Any:
     """What a function returns for a trajectory; its errors say which one that is."""
     try:
         return function(*args)

@@ -58,14 +58,14 @@ def checked_routes(
             f"num_experts={num_experts} on the last axis, [tokens, layers, topk]"
         )
     axis = checked_layers(layers, ids.shape[1])
-    flags = captured_flags(captured, len(ids))
-    empty = empty_layers(ids, flags) if axis == "all" else []
-    stored, flags, notes = _stored(ids, flags, num_experts, empty, axis, on_invalid)
+    flags = _captured_flags(captured, len(ids))
+    empty = _empty_layers(ids, flags) if axis == "all" else []
+    stored, flags, notes = _narrow(ids, flags, num_experts, empty, axis, on_invalid)
     first_token = integer("start", start, 0)
     return CheckedRoutes(stored, flags, num_experts, first_token, axis, tuple(empty), notes)
 
 
-def _stored(
+def _narrow(
     ids: Tensor,
     captured: Tensor,
     num_experts: int,
@@ -83,21 +83,25 @@ def _stored(
     else:
         if ids.dtype.itemsize < 4:  # else -1 and num_experts wrap around to ids when compared
             ids = ids.to(torch.int32)
-        seen = ids[:, live] if empty else ids
-        captured = captured & ~(seen == -1).any(2).any(1)
-        outside = ((seen < 0) | (seen > num_experts - 1)).any(2) & captured[:, None]
+        live_ids = ids[:, live] if empty else ids
+        captured = captured & ~(live_ids == -1).any(2).any(1)
+        outside = ((live_ids < 0) | (live_ids > num_experts - 1)).any(2) & captured[:, None]
         if outside.any():
             if on_invalid == "raise":
-                _refuse_row(seen, outside, num_experts, "out of range", live, layers, _HOLE_HINT)
+                _refuse_row(
+                    live_ids, outside, num_experts, "out of range", live, layers, _HOLE_HINT
+                )
             notes = with_cause(notes, outside.any(1), OUT_OF_RANGE)
             captured = captured & ~outside.any(1)
         stored.copy_(ids.masked_fill(~captured[:, None, None], 0))
         stored[:, list(empty)] = 0
-    seen = stored[:, live] if empty else stored
-    repeating = _repeated_experts(seen) & captured[:, None]
+    live_ids = stored[:, live] if empty else stored
+    repeating = _repeated_experts(live_ids) & captured[:, None]
     if repeating.any():
         if on_invalid == "raise":
-            _refuse_row(seen, repeating, num_experts, "twice in one row", live, layers, _HOLE_HINT)
+            _refuse_row(
+                live_ids, repeating, num_experts, "twice in one row", live, layers, _HOLE_HINT
+            )
         notes = with_cause(notes, repeating.any(1), REPEATING)
         captured = captured & ~repeating.any(1)
     if not captured.all():
@@ -117,14 +121,14 @@ def check_stored_ids(
     if not stored.numel():
         return
     live = [place for place in range(stored.shape[1]) if place not in empty]
-    seen = stored[:, live] if empty else stored
-    if int(seen.min()) < 0 or int(seen.max()) >= num_experts:
-        wide = seen.to(torch.int64)
+    live_ids = stored[:, live] if empty else stored
+    if int(live_ids.min()) < 0 or int(live_ids.max()) >= num_experts:
+        wide = live_ids.to(torch.int64)
         outside = ((wide < 0) | (wide >= num_experts)).any(2)
-        _refuse_row(seen, outside, num_experts, "out of range", live, layers, "")
-    repeating = _repeated_experts(seen) & captured[:, None]
+        _refuse_row(live_ids, outside, num_experts, "out of range", live, layers, "")
+    repeating = _repeated_experts(live_ids) & captured[:, None]
     if repeating.any():
-        _refuse_row(seen, repeating, num_experts, "twice in one row", live, layers, "")
+        _refuse_row(live_ids, repeating, num_experts, "twice in one row", live, layers, "")
 
 
 def _repeated_experts(ids: Tensor) -> Tensor:
@@ -144,7 +148,7 @@ def _repeated_experts(ids: Tensor) -> Tensor:
     return torch.from_numpy(repeated).view(tokens, layers)
 
 
-def empty_layers(ids: Tensor, captured: Tensor) -> list[int]:
+def _empty_layers(ids: Tensor, captured: Tensor) -> list[int]:
     """Places on the layer axis where no captured token has more than zeros or -1."""
     rows = ids if bool(captured.all()) else ids[captured]
     if not len(rows):
@@ -235,7 +239,7 @@ def _from_numpy(array: Any) -> Tensor:
     return torch.from_numpy(shared.copy() if min(shared.strides, default=0) < 0 else shared)
 
 
-def captured_flags(captured: Any, tokens: int) -> Tensor:
+def _captured_flags(captured: Any, tokens: int) -> Tensor:
     """bool [T], a copy of `captured`; all True if it is None.
 
     Raises:

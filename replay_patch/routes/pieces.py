@@ -38,6 +38,7 @@ def append(
     check_word("on_mismatch", on_mismatch, "raise", "count")
     check_word("on_gap", on_gap, "raise", "hole")
     where = f"{name}: " if name else ""
+    _check_axes(earlier, later, where)
     empty = _common_empty_layers(earlier, later, where)
     if not len(later.expert_ids):
         return earlier
@@ -142,10 +143,8 @@ def _span(piece: CheckedRoutes) -> tuple[int, int]:
     return piece.start, piece.start + len(piece.expert_ids)
 
 
-def _common_empty_layers(
-    earlier: CheckedRoutes, later: CheckedRoutes, where: str
-) -> tuple[int, ...]:
-    """The empty layers of both, which are pieces of one trajectory."""
+def _check_axes(earlier: CheckedRoutes, later: CheckedRoutes, where: str) -> None:
+    """Raise RouteError unless both have the same experts, top-k and layers."""
     if not isinstance(later, CheckedRoutes):
         raise RouteError(f"{where}the later piece is a {type(later).__name__}: expected Routes")
     later_axes, expected = (
@@ -157,6 +156,12 @@ def _common_empty_layers(
             f"{where}the later piece has (num_experts, topk, num_layers, layers) = {later_axes}: "
             f"expected {expected}, as the earlier one has"
         )
+
+
+def _common_empty_layers(
+    earlier: CheckedRoutes, later: CheckedRoutes, where: str
+) -> tuple[int, ...]:
+    """The empty layers of both together; a piece without a captured row has no say in it."""
     if earlier.empty_layers == later.empty_layers or not later.captured.any():
         return earlier.empty_layers
     if not earlier.captured.any():

@@ -112,7 +112,7 @@ class Trajectory:
                 _common_prefix(piece.token_ids, kept), len(piece.rows), len(piece.token_ids) - 1
             )
             later = piece.rows[:usable]
-            fill_holes(rows[:usable], captured[:usable], later, _chosen(later))
+            fill_holes(rows[:usable], captured[:usable], later, _can_be_chosen(later))
         return rows
 
 
@@ -131,7 +131,7 @@ def flat(token_ids: Any) -> NDArray[np.int64]:
     return np.asarray(ids, dtype=np.int64).reshape(-1)
 
 
-def _chosen(rows: NDArray[Any]) -> NDArray[np.bool_]:
+def _can_be_chosen(rows: NDArray[Any]) -> NDArray[np.bool_]:
     """bool [tokens]: a router can have chosen this row [layers, topk]."""
     negative: NDArray[np.bool_] = np.any(rows < 0, axis=(1, 2))
     return ~(negative | zero_rows(rows))

@@ -62,7 +62,7 @@ def unpacked_ids(value: Any, packing: Packing) -> Tensor:
         if value.shape == (0,):  # [] says nothing about its type
             value = value.astype(np.int32)
     if value.ndim == 1:
-        value = _shaped(value, packing)
+        value = _on_three_axes(value, packing)
     return host_ids(value)
 
 
@@ -122,20 +122,22 @@ def _from_raw(data: Any, packing: Packing) -> Any:
     if name not in _DTYPES:
         raise RouteError(f"dtype={packing.dtype!r}: expected one of {', '.join(_DTYPES)}")
     dtype = np.dtype(name).newbyteorder("<")
-    fits = [n for n in _DTYPES if _rows(len(data), np.dtype(n).itemsize, packing) in packing.rows]
+    fits = [
+        n for n in _DTYPES if _row_count(len(data), np.dtype(n).itemsize, packing) in packing.rows
+    ]
     if len(data) % dtype.itemsize or (fits and name not in fits):
         hint = f"; dtype={' or '.join(map(repr, fits))} would fit" if fits else ""
         raise RouteError(f"{len(data)} bytes of ids do not fit dtype {name!r}{hint}")
     return np.frombuffer(data, dtype)
 
 
-def _rows(size: int, itemsize: int, packing: Packing) -> int:
+def _row_count(size: int, itemsize: int, packing: Packing) -> int:
     """How many rows so many bytes are; -1 if that is not known, or no whole number."""
     row = (packing.topk or 0) * (packing.num_layers or 0) * itemsize
     return size // row if row and size % row == 0 else -1
 
 
-def _shaped(flat: Any, packing: Packing) -> Any:
+def _on_three_axes(flat: Any, packing: Packing) -> Any:
     """[R, L, K], from one axis."""
     size, topk, num_layers = len(flat), packing.topk, packing.num_layers
     if topk is not None and num_layers is None and integer("topk", topk, 1):
