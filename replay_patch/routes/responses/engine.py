@@ -5,8 +5,9 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 
-from replay_patch.routes import engines
 from replay_patch.routes.arguments import check_word
+
+_PACKAGE = "replay_patch.routes.engines"  # by name: its files import `Engine` from here
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ def engine_named(name: str) -> Engine:
         RouteError: there is no such file.
     """
     check_word("engine", name, *engine_names())
-    engine: Engine = importlib.import_module(f"{engines.__name__}.{name}").ENGINE
+    engine: Engine = importlib.import_module(f"{_PACKAGE}.{name}").ENGINE
     return engine
 
 
 @functools.cache
 def engine_names() -> tuple[str, ...]:
     """What `engine=` can be. There is no list: a new file is a new engine."""
-    names = (module.name for module in pkgutil.iter_modules(engines.__path__))
+    path = importlib.import_module(_PACKAGE).__path__
+    names = (module.name for module in pkgutil.iter_modules(path))
     return tuple(sorted(names, reverse=True))  # vLLM first
