@@ -4,6 +4,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from replay_patch.errors import ReplayPatchError, RouteError
@@ -26,21 +27,51 @@ def integer(what: str, value: Any, least: int, error: type[ReplayPatchError] = R
     return number
 
 
+def lengths_of_sequences(
+    what: str, value: Any, error: type[ReplayPatchError] = RouteError, hint: str = ""
+) -> tuple[int, ...]:
+    """One int from 0 on for each sequence; see `host_list`."""
+    entries = host_list(what, value, "one integer for each sequence", error, hint)
+    return tuple(integer(f"{what}[{i}]", length, 0, error) for i, length in enumerate(entries))
+
+
+def host_list(
+    what: str,
+    value: Any,
+    expected: str,
+    error: type[ReplayPatchError] = RouteError,
+    hint: str = "",
+) -> list[Any]:
+    """The entries of a list, array or host tensor; a tensor on a device is not waited for.
+
+    Raises:
+        ReplayPatchError: of the type `error`, anything else; `what` names the argument in it, and
+            `hint` says more of a tensor on a device.
+    """
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise error(f"{what} is on {value.device}: expected host integers{hint}")
+    entries = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    if isinstance(entries, str) or not isinstance(entries, Iterable):
+        raise error(f"{what}={entries!r}: expected {expected}")
+    return list(entries)
+
+
 def layer_numbers(what: str, value: Any) -> tuple[int, ...]:
     """Distinct layer numbers, from 1 on.
 
     Raises:
         RouteError: anything else; `what` names the argument in it.
     """
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RouteError(f"{what}={value!r}: expected layer numbers")
-    numbers = tuple(integer(f"a layer number in {what}", number, 1) for number in value)
+    entries = host_list(what, value, "layer numbers")
+    numbers = tuple(integer(f"a layer number in {what}", number, 1) for number in entries)
     if len(set(numbers)) != len(numbers):
         raise RouteError(f"{what}={numbers}: a layer number is there twice")
     return numbers
 
 
-def check_word(what: str, value: Any, *words: str) -> None:
-    """Raise RouteError if `value` is none of the words; `what` names the argument in it."""
+def check_word(
+    what: str, value: Any, *words: str, error: type[ReplayPatchError] = RouteError
+) -> None:
+    """Raise an error of this type if `value` is none of the words; `what` names the argument."""
     if value not in words:
-        raise RouteError(f"{what}={value!r}: expected {' or '.join(map(repr, words))}")
+        raise error(f"{what}={value!r}: expected {' or '.join(map(repr, words))}")

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from replay_patch.errors import RouteError
-from replay_patch.routes.arguments import integer
+from replay_patch.routes.arguments import check_word, host_list, integer, lengths_of_sequences
 from replay_patch.routes.batch_fields import chosen_indices
 from replay_patch.routes.router_rows import AlignedRoutes, all_places, routes_in_rows
 from replay_patch.routes.routes import Routes
@@ -69,7 +69,10 @@ class RouteBatch(Sequence[Routes]):
             RouteError: another shape or dtype, lengths that do not fit it, or an invalid row; it
                 names the trajectory.
         """
-        dense = ids if isinstance(ids, Tensor) else _array(ids)
+        try:
+            dense = ids if isinstance(ids, Tensor) else np.asarray(ids)
+        except ValueError as error:  # ragged lists
+            raise RouteError(f"ids is no array [batch, sequence, layers, topk]: {error}") from None
         if dense.ndim != 4:
             raise RouteError(
                 f"ids has shape {list(dense.shape)}: expected [batch, sequence, layers, topk]"
@@ -78,8 +81,7 @@ class RouteBatch(Sequence[Routes]):
         captured_tokens = tokens
         if captured_lengths is not None:
             captured_tokens = _lengths("captured_lengths", captured_lengths, dense, tokens)
-        if padding_side not in ("left", "right"):
-            raise RouteError(f"padding_side={padding_side!r}: expected 'left' or 'right'")
+        check_word("padding_side", padding_side, "left", "right")
         axis = layers if isinstance(layers, str) else tuple(layers)
         trajectories = []
         for number, length in enumerate(tokens):
@@ -114,9 +116,8 @@ class RouteBatch(Sequence[Routes]):
         Raises:
             RouteError: sizes that would leave trajectories out, or take more than there are.
         """
-        if not isinstance(sizes, Iterable):
-            raise RouteError(f"sizes={sizes!r}: expected how many trajectories each part gets")
-        parts = [integer(f"sizes[{i}]", size, 0) for i, size in enumerate(sizes)]
+        entries = host_list("sizes", sizes, "how many trajectories each part gets")
+        parts = [integer(f"sizes[{i}]", size, 0) for i, size in enumerate(entries)]
         if sum(parts) != len(self):
             raise RouteError(
                 f"sizes={parts} are {sum(parts)} trajectories: expected {len(self)}, all of the "
@@ -185,14 +186,10 @@ class RouteBatch(Sequence[Routes]):
                 _call_for_trajectory(number, routes.layer_places, wanted, model, num_layers)
                 for number, routes in enumerate(self._routes)
             ]
+        rows = layout.rows if rows is None else rows
+        step = len(layout.input_rows)
         return routes_in_rows(
-            self._routes,
-            places,
-            layout.lengths,
-            layout.rows if rows is None else rows,
-            len(layout.input_rows),
-            ep_size,
-            first_padding,
+            self._routes, places, layout.lengths, rows, step, ep_size, first_padding
         )
 
     def __len__(self) -> int:
@@ -223,22 +220,9 @@ def _call_for_trajectory(number: int, function: Any, *args: Any) -> Any:
         raise RouteError(f"trajectory {number}: {error}") from None
 
 
-def _array(ids: Any) -> Any:
-    try:
-        return np.asarray(ids)
-    except ValueError as error:  # ragged lists
-        raise RouteError(f"ids is no array [batch, sequence, layers, topk]: {error}") from None
-
-
-def _lengths(what: str, lengths: Any, dense: Any, most: Sequence[int]) -> list[int]:
+def _lengths(what: str, lengths: Any, dense: Any, most: Sequence[int]) -> tuple[int, ...]:
     """One host integer for each sequence, at most `most`."""
-    if isinstance(lengths, Tensor):
-        if lengths.device.type != "cpu":
-            raise RouteError(f"{what} is on {lengths.device}: expected host integers")
-        lengths = lengths.tolist()
-    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
-        raise RouteError(f"{what}={lengths!r}: expected one integer for each sequence")
-    counts = [integer(f"{what}[{i}]", length, 0) for i, length in enumerate(lengths)]
+    counts = lengths_of_sequences(what, lengths)
     if len(counts) != len(dense):
         raise RouteError(
             f"{what} are {len(counts)}, and ids has shape {list(dense.shape)}: expected one for "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import RouteError
+from replay_patch.routes.arguments import host_list
 
 
 def select_fields(
@@ -49,24 +50,12 @@ def select_fields(
 
 
 def chosen_indices(indices: Any, count: int) -> list[int]:
-    """Host integers from 0 to count - 1.
-
-    Args:
-        indices: integers, or one bool for each of `count`; list, array or host tensor.
-        count: of what is chosen from.
+    """Integers from 0 to count - 1, from integers or `count` bools: list, array or host tensor.
 
     Raises:
         RouteError: anything else; -1 too, which elsewhere means the last, and here nothing.
     """
-    if isinstance(indices, Tensor):
-        if indices.device.type != "cpu":
-            raise RouteError(f"indices is on {indices.device}: expected host integers")
-        indices = indices.tolist()
-    elif isinstance(indices, np.ndarray):
-        indices = indices.tolist()
-    if isinstance(indices, str) or not isinstance(indices, Iterable):
-        raise RouteError(f"indices={indices!r}: expected integers, or one bool for each trajectory")
-    entries = list(indices)
+    entries = host_list("indices", indices, "integers, or one bool for each trajectory")
     if entries and all(isinstance(entry, bool | np.bool_) for entry in entries):
         if len(entries) != count:
             raise RouteError(f"indices are {len(entries)} bools: expected {count}, one for each")

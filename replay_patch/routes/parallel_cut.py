@@ -1,8 +1,7 @@
 """How a microbatch is divided over tensor-parallel and context-parallel ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +26,10 @@ class Cut:
     cp_layout: str = "zigzag"
 
     def __post_init__(self) -> None:
-        for kind, size, rank in (
-            ("tp", self.tp_size, self.tp_rank),
-            ("cp", self.cp_size, self.cp_rank),
-        ):
-            if host_integer(f"{kind}_rank", rank, 0) >= host_integer(f"{kind}_size", size, 1):
+        groups = ("tp", self.tp_size, self.tp_rank), ("cp", self.cp_size, self.cp_rank)
+        for kind, size, rank in groups:
+            integer(f"{kind}_rank", rank, 0, LayoutError)
+            if rank >= integer(f"{kind}_size", size, 1, LayoutError):
                 raise LayoutError(
                     f"{kind}_rank={rank}: expected 0 to {size - 1}, as {kind}_size={size}"
                 )
@@ -48,11 +46,8 @@ class Cut:
         return 2 * self.cp_size if zigzag else self.cp_size
 
     def positions(self, segments: Sequence[int], cp_rank: int | None = None) -> Tensor:
-        """int64: the positions that a context-parallel rank has of segments cut one by one.
-
-        Args:
-            segments: the size of each.
-            cp_rank: the rank in question; None: this one.
+        """int64: the positions that a context-parallel rank (None: this one) has of segments of
+        these sizes, which are cut one by one.
 
         Raises:
             LayoutError: a segment that cannot be cut into equal chunks.
@@ -91,22 +86,3 @@ class Cut:
             )
         part = size // self.tp_size
         return input_rows.narrow(1, self.tp_rank * part, part).t().flatten()
-
-
-def host_integer(what: str, value: Any, least: int) -> int:
-    """`value` as an int that is at least `least`, else a LayoutError."""
-    return integer(what, value, least, LayoutError)
-
-
-def host_lengths(lengths: Any) -> tuple[int, ...]:
-    """Lengths as ints from 0 on, else a LayoutError; never read from a device."""
-    if isinstance(lengths, Tensor):
-        if lengths.device.type != "cpu":
-            raise LayoutError(
-                f"lengths is on {lengths.device}: expected host integers, as a layout never waits "
-                "for a device; take them before the batch is moved"
-            )
-        lengths = lengths.tolist()
-    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
-        raise LayoutError(f"lengths={lengths!r}: expected one integer for each sequence")
-    return tuple(host_integer(f"lengths[{i}]", length, 0) for i, length in enumerate(lengths))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError
-from replay_patch.routes.parallel_cut import Cut, host_integer, host_lengths
+from replay_patch.routes.arguments import check_word, integer, lengths_of_sequences
+from replay_patch.routes.parallel_cut import Cut
 from replay_patch.routes.row_index import RowIndex, dense_shape, inverse
 
 
@@ -74,10 +75,9 @@ class TokenLayout:
             LayoutError: a sequence longer than S, or an S that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
-        counts = host_lengths(lengths)
-        size = _round_up(host_integer("max_length", max_length, 0), _multiple(align, cut))
-        if padding_side not in ("left", "right"):
-            raise LayoutError(f"padding_side={padding_side!r}: expected 'left' or 'right'")
+        counts = _host_lengths(lengths)
+        size = _round_up(integer("max_length", max_length, 0, LayoutError), _multiple(align, cut))
+        check_word("padding_side", padding_side, "left", "right", error=LayoutError)
         uncut = torch.full((len(counts), size), -1, dtype=torch.int64)
         token = 0
         for sequence, length in enumerate(counts):
@@ -122,13 +122,13 @@ class TokenLayout:
             LayoutError: more tokens than `pad_to`, or lengths that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
-        counts = host_lengths(lengths)
+        counts = _host_lengths(lengths)
         sizes = [_round_up(length, _multiple(align, cut)) for length in counts]
         total = sum(sizes)
         if total_align is not None:
-            total = _round_up(total, host_integer("total_align", total_align, 1))
+            total = _round_up(total, integer("total_align", total_align, 1, LayoutError))
         if pad_to is not None:
-            wanted = host_integer("pad_to", pad_to, 0)
+            wanted = integer("pad_to", pad_to, 0, LayoutError)
             if wanted < total or (total_align is not None and wanted % total_align):
                 raise LayoutError(
                     f"pad_to={wanted}: expected at least the {total} positions of the padded "
@@ -279,9 +279,14 @@ class TokenLayout:
         )
 
 
+def _host_lengths(lengths: Any) -> tuple[int, ...]:
+    hint = ", as a layout never waits for a device; take them before the batch is moved"
+    return lengths_of_sequences("lengths", lengths, LayoutError, hint)
+
+
 def _multiple(align: int | None, cut: Cut) -> int:
     """Of what the length of a sequence is a multiple."""
-    return cut.tp_size * cut.chunks if align is None else host_integer("align", align, 1)
+    return cut.tp_size * cut.chunks if align is None else integer("align", align, 1, LayoutError)
 
 
 def _round_up(number: int, multiple: int) -> int:
