@@ -16,7 +16,8 @@ from replay_patch.routes.expert_ids import checked_routes
 from replay_patch.routes.layer_axis import axis_places
 from replay_patch.routes.responses.response_fields import PayloadOptions
 from replay_patch.routes.responses.response_routes import response_routes
-from replay_patch.routes.wire import bytes_form, dict_form
+from replay_patch.routes.wire import dict_form
+from replay_patch.routes.wire import message as messages
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -205,12 +206,12 @@ class Routes(CheckedRoutes):
         return cls._of(dict_form.from_dict(message))
 
     def to_bytes(self) -> bytes:
-        """A fixed header and the compact arrays, in the order that `wire.bytes_form` says.
+        """A fixed header and the compact arrays, in the order that `wire.message` says.
 
         Raises:
             WireError: more tokens or layers than a message may have.
         """
-        return bytes_form.to_bytes(self)
+        return messages.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, message: Any) -> "Routes":
@@ -219,7 +220,7 @@ class Routes(CheckedRoutes):
         Raises:
             WireError: anything else.
         """
-        return cls._of(bytes_form.from_bytes(message))
+        return cls._of(messages.from_bytes(message))
 
     @classmethod
     def from_engine(

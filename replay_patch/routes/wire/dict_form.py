@@ -20,21 +20,8 @@ from typing import Any
 from replay_patch.errors import WireError
 from replay_patch.routes.checked_routes import CheckedRoutes
 from replay_patch.routes.wire import base64_text
-from replay_patch.routes.wire.field_checks import (
-    checked_empty_layers,
-    checked_layer_axis,
-    checked_number,
-    refuse,
-    shown,
-)
-from replay_patch.routes.wire.message import (
-    VERSION,
-    Message,
-    bytes_of_bits,
-    from_message,
-    id_dtype,
-    to_message,
-)
+from replay_patch.routes.wire import field_checks as checks
+from replay_patch.routes.wire import message as messages
 
 FORMAT = "replay-patch/routes"
 _KEYS = {"format", "version", "byte_order", "dtype", "shape", "num_experts", "start", "layers"}
@@ -47,12 +34,12 @@ def to_dict(routes: CheckedRoutes) -> dict[str, Any]:
     Raises:
         WireError: more tokens or layers than a message may have.
     """
-    message = to_message(routes)
+    message = messages.to_message(routes)
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": messages.VERSION,
         "byte_order": "little",
-        "dtype": id_dtype(message.num_experts).name,
+        "dtype": messages.id_dtype(message.num_experts).name,
         "shape": [message.tokens, message.num_layers, message.topk],
         "num_experts": message.num_experts,
         "start": message.start,
@@ -72,52 +59,55 @@ def from_dict(fields: Any) -> CheckedRoutes:
         WireError: it is not what `to_dict` gave.
     """
     if not isinstance(fields, dict):
-        refuse("the message", fields, "a dict, as to_wire() gives it")
+        checks.refuse("the message", fields, "a dict, as to_wire() gives it")
     if set(fields) != _KEYS:
         raise WireError(
             f"the message lacks {sorted(_KEYS - set(fields))} and has unknown "
-            f"{shown([key for key in fields if key not in _KEYS])}: expected the keys of to_wire()"
+            f"{checks.shown([key for key in fields if key not in _KEYS])}: expected the keys of "
+            "to_wire()"
         )
-    for key, expected in (("format", FORMAT), ("version", VERSION), ("byte_order", "little")):
+    constants = {"format": FORMAT, "version": messages.VERSION, "byte_order": "little"}
+    for key, expected in constants.items():
         if type(fields[key]) is not type(expected) or fields[key] != expected:
-            refuse(key, fields[key], repr(expected))
+            checks.refuse(key, fields[key], repr(expected))
     shape = fields["shape"]
     if type(shape) not in (list, tuple) or len(shape) != 3:
-        refuse("shape", shape, "[tokens, layers, topk]")
-    num_experts = checked_number("num_experts", fields["num_experts"], 1)
-    dtype = id_dtype(num_experts)
+        checks.refuse("shape", shape, "[tokens, layers, topk]")
+    num_experts = checks.number("num_experts", fields["num_experts"], 1)
+    dtype = messages.id_dtype(num_experts)
     if type(fields["dtype"]) is not str or fields["dtype"] != dtype.name:
-        refuse("dtype", fields["dtype"], f"{dtype.name!r} for {num_experts} experts")
-    tokens = checked_number("tokens", shape[0], 0)
-    num_layers = checked_number("layers", shape[1], 0)
-    topk = checked_number("topk", shape[2], 1, num_experts)
+        checks.refuse("dtype", fields["dtype"], f"{dtype.name!r} for {num_experts} experts")
+    tokens = checks.number("tokens", shape[0], 0)
+    num_layers = checks.number("layers", shape[1], 0)
+    topk = checks.number("topk", shape[2], 1, num_experts)
     captured, notes = fields["captured"], fields["notes"]
-    message = Message(
-        tokens,
-        num_layers,
-        topk,
-        num_experts,
-        checked_number("start", fields["start"], 0),
-        checked_layer_axis(fields["layers"], num_layers),
-        checked_empty_layers(fields["empty_layers"], fields["layers"], num_layers),
-        _unbase64("expert_ids", fields["expert_ids"], tokens * num_layers * topk * dtype.itemsize),
-        None if captured is None else _unbase64("captured", captured, bytes_of_bits(tokens)),
-        None if notes is None else _unbase64("notes", notes, tokens),
-        checked_number("crc32", fields["crc32"], 0, 2**32 - 1),
+    start = checks.number("start", fields["start"], 0)
+    axis = checks.layer_axis(fields["layers"], num_layers)
+    empty = checks.empty_layers(fields["empty_layers"], fields["layers"], num_layers)
+    size = tokens * num_layers * topk * dtype.itemsize
+    ids = _unbase64("expert_ids", fields["expert_ids"], size)
+    if captured is not None:
+        captured = _unbase64("captured", captured, messages.bytes_of_bits(tokens))
+    if notes is not None:
+        notes = _unbase64("notes", notes, tokens)
+    crc = checks.number("crc32", fields["crc32"], 0, 2**32 - 1)
+    shape = tokens, num_layers, topk
+    return messages.from_message(
+        messages.Message(*shape, num_experts, start, axis, empty, ids, captured, notes, crc)
     )
-    return from_message(message)
 
 
 def _unbase64(what: str, text: Any, size: int) -> bytes:
     """The bytes of a base64 text, which are `size`."""
     if type(text) is not str:
-        refuse(what, text, "base64 text")
-    if len(text) != (size + 2) // 3 * 4:
-        refuse(what, f"{len(text)} characters", f"{(size + 2) // 3 * 4}, base64 of {size} bytes")
+        checks.refuse(what, text, "base64 text")
+    length = (size + 2) // 3 * 4
+    if len(text) != length:
+        checks.refuse(what, f"{len(text)} characters", f"{length}, base64 of {size} bytes")
     try:
         data = base64_text.decode(text)
     except ValueError:  # another alphabet; not ASCII
-        refuse(what, text, "base64 text")
+        checks.refuse(what, text, "base64 text")
     if len(data) != size:
-        refuse(what, f"{len(data)} bytes", f"{size}")
+        checks.refuse(what, f"{len(data)} bytes", f"{size}")
     return data

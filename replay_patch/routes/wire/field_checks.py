@@ -17,7 +17,7 @@ _LIMITS = {
 }
 
 
-def checked_layer_axis(layers: Any, num_layers: int) -> Layers:
+def layer_axis(layers: Any, num_layers: int) -> Layers:
     """`layers` of a message: "moe", "all" or one distinct number for each layer.
 
     Raises:
@@ -27,13 +27,13 @@ def checked_layer_axis(layers: Any, num_layers: int) -> Layers:
         return layers
     if type(layers) not in (list, tuple) or len(layers) != num_layers:
         refuse("layers", layers, f"'moe', 'all' or {num_layers} layer numbers")
-    numbers = tuple(checked_number("a layer number", number, 1) for number in layers)
+    numbers = tuple(number("a layer number", entry, 1) for entry in layers)
     if len(set(numbers)) != len(numbers):
         refuse("layers", layers, "distinct numbers")
     return numbers
 
 
-def checked_empty_layers(empty: Any, layers: Any, num_layers: int) -> tuple[int, ...]:
+def empty_layers(empty: Any, layers: Any, num_layers: int) -> tuple[int, ...]:
     """`empty_layers` of a message: increasing places on the layer axis, not all of them.
 
     Args:
@@ -44,7 +44,7 @@ def checked_empty_layers(empty: Any, layers: Any, num_layers: int) -> tuple[int,
     """
     if type(empty) not in (list, tuple) or len(empty) >= max(1, num_layers):
         refuse("empty_layers", empty, f"fewer places than the {num_layers} layers")
-    places = tuple(checked_number("empty_layers", place, 0, num_layers - 1) for place in empty)
+    places = tuple(number("empty_layers", place, 0, num_layers - 1) for place in empty)
     if places and layers != "all":
         refuse("empty_layers", empty, "none, as layers is not 'all'")
     if any(place >= following for place, following in itertools.pairwise(places)):
@@ -52,7 +52,7 @@ def checked_empty_layers(empty: Any, layers: Any, num_layers: int) -> tuple[int,
     return places
 
 
-def checked_number(what: str, value: Any, least: int, most: int | None = None) -> int:
+def number(what: str, value: Any, least: int, most: int | None = None) -> int:
     """An int from `least` to `most`; None: to the limit that a message has for this field.
 
     Raises:

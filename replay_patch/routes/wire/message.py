@@ -1,8 +1,11 @@
-"""A message of routes, which the dict form and the bytes form both say, and its checksum.
+"""A message of routes, which the dict form and the bytes form both say; and its bytes form.
 
-T tokens, L layers, K top-k.
+The bytes form is a header of fixed size, `HEADER`, and arrays one after the other: layer numbers
+and empty layers as uint32, captured, notes, expert_ids. The checksum is of the header up to it, and
+of what follows. All numbers are little-endian. T tokens, L layers, K top-k.
 """
 
+import itertools
 import struct
 import zlib
 from typing import Any, NamedTuple
@@ -15,7 +18,7 @@ from replay_patch.errors import RouteError, WireError
 from replay_patch.routes.checked_routes import CAUSES, MISMATCH, CheckedRoutes
 from replay_patch.routes.expert_ids import check_stored_ids, ids_dtype
 from replay_patch.routes.layer_axis import Layers
-from replay_patch.routes.wire.field_checks import checked_layer_axis, checked_number
+from replay_patch.routes.wire import field_checks as checks
 
 VERSION = 1
 MAGIC = b"\x89RPR\r\n\x1a\n"  # as PNG's: a transfer as text, or cut to 7 bits, breaks it
@@ -46,36 +49,90 @@ class Message(NamedTuple):
     crc: int
 
 
-def to_message(routes: CheckedRoutes) -> Message:
-    """The message of some routes.
+def to_bytes(routes: CheckedRoutes) -> bytes:
+    """Routes as a header and arrays.
 
     Raises:
         WireError: more tokens or layers than a message may have.
     """
+    message = to_message(routes)
+    return b"".join([packed_header(message), CRC.pack(message.crc), *bodies(message)])
+
+
+def from_bytes(message_bytes: Any) -> CheckedRoutes:
+    """The routes of bytes that came from elsewhere: bytes, bytearray or memoryview.
+
+    Raises:
+        WireError: it is not what `to_bytes` gave.
+    """
+    if not isinstance(message_bytes, bytes | bytearray | memoryview):
+        checks.refuse("the message", message_bytes, "bytes")
+    try:
+        data = memoryview(message_bytes).cast("B")
+    except (TypeError, ValueError):  # not contiguous; released
+        checks.refuse("the message", message_bytes, "contiguous bytes")
+    if len(data) < HEADER.size:
+        size = f"{len(data)} bytes"
+        checks.refuse("the message", size, f"at least the {HEADER.size} of the header")
+    magic, version, flags, itemsize, *numbers, crc = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        checks.refuse("the magic", magic, repr(MAGIC))
+    if version != VERSION:
+        checks.refuse("version", version, str(VERSION))
+    if flags & ~(CAPTURED | NOTES | ALL | NUMBERS) or (flags & ALL and flags & NUMBERS):
+        checks.refuse("flags", flags, "those of version 1")
+    num_experts = checks.number("num_experts", numbers[0], 1)
+    dtype = id_dtype(num_experts)
+    if itemsize != dtype.itemsize:
+        checks.refuse("the size of an id", itemsize, f"{dtype.itemsize} for {num_experts} experts")
+    num_layers = checks.number("layers", numbers[1], 0)
+    topk = checks.number("topk", numbers[2], 1, num_experts)
+    num_empty = checks.number("empty layers", numbers[3], 0, num_layers)
+    tokens = checks.number("tokens", numbers[4], 0)
+    start = checks.number("start", numbers[5], 0)
+    sizes = (
+        4 * num_layers if flags & NUMBERS else 0,
+        4 * num_empty,
+        bytes_of_bits(tokens) if flags & CAPTURED else 0,
+        tokens if flags & NOTES else 0,
+        tokens * num_layers * topk * dtype.itemsize,
+    )
+    if len(data) != HEADER.size + sum(sizes):
+        ids = f"{[tokens, num_layers, topk]} {dtype.name} ids"
+        checks.refuse("the message", f"{len(data)} bytes", f"{HEADER.size + sum(sizes)} for {ids}")
+    ends = itertools.accumulate(sizes, initial=HEADER.size)
+    arrays = [data[begin:end] for begin, end in itertools.pairwise(ends)]
+    layers: Any = "all" if flags & ALL else "moe"
+    if flags & NUMBERS:
+        layers = np.frombuffer(arrays[0], "<u4").tolist()
+    axis = checks.layer_axis(layers, num_layers)
+    empty = checks.empty_layers(np.frombuffer(arrays[1], "<u4").tolist(), layers, num_layers)
+    captured = arrays[2] if flags & CAPTURED else None
+    notes = arrays[3] if flags & NOTES else None
+    shape = tokens, num_layers, topk
+    return from_message(
+        Message(*shape, num_experts, start, axis, empty, arrays[4], captured, notes, crc)
+    )
+
+
+def to_message(routes: CheckedRoutes) -> Message:
+    """The message of some routes; a WireError if they have more tokens or layers than one may."""
     tokens, num_layers, topk = routes.expert_ids.shape
-    checked_number("tokens", tokens, 0)
-    checked_number("layers", num_layers, 0)
-    checked_number("start", routes.start, 0)
+    checks.number("tokens", tokens, 0)
+    checks.number("layers", num_layers, 0)
+    checks.number("start", routes.start, 0)
     if isinstance(routes.layers, tuple):
-        checked_layer_axis(list(routes.layers), num_layers)
+        checks.layer_axis(list(routes.layers), num_layers)
     dtype = id_dtype(routes.num_experts)
     captured = None
     # Without layers there are no ids, and nothing but the bits shows that the tokens are there.
     if not num_layers or not routes.captured.all():
         captured = np.packbits(routes.captured.numpy(), bitorder="little").tobytes()
-    message = Message(
-        tokens,
-        num_layers,
-        topk,
-        routes.num_experts,
-        routes.start,
-        routes.layers,
-        routes.empty_layers,
-        routes.expert_ids.contiguous().numpy().astype(dtype, copy=False).reshape(-1),
-        captured,
-        None if routes.notes is None else routes.notes.numpy().tobytes(),
-        0,
-    )
+    ids = routes.expert_ids.contiguous().numpy().astype(dtype, copy=False).reshape(-1)
+    notes = None if routes.notes is None else routes.notes.numpy().tobytes()
+    axis = routes.start, routes.layers, routes.empty_layers
+    shape = tokens, num_layers, topk
+    message = Message(*shape, routes.num_experts, *axis, ids, captured, notes, crc=0)
     return message._replace(crc=checksum(message))
 
 
@@ -111,15 +168,10 @@ def from_message(message: Message) -> CheckedRoutes:
     crc = checksum(message._replace(ids=array.astype(dtype, copy=False)))
     if crc != message.crc:  # the shape's numbers were swapped, say, and all ids are still right
         raise WireError(f"crc32 is {message.crc}: expected {crc}; something was changed on the way")
-    return CheckedRoutes(
-        ids,
-        captured,
-        message.num_experts,
-        message.start,
-        message.layers,
-        message.empty_layers,
-        notes if notes is not None and bool(notes.any()) else None,
-    )
+    if notes is not None and not notes.any():
+        notes = None
+    axis = message.start, message.layers, message.empty_layers
+    return CheckedRoutes(ids, captured, message.num_experts, *axis, notes)
 
 
 def _captured(message: Message) -> Tensor:
@@ -141,19 +193,10 @@ def packed_header(message: Message) -> bytes:
     flags |= NOTES if message.notes is not None else 0
     flags |= NUMBERS if isinstance(message.layers, tuple) else 0
     flags |= ALL if message.layers == "all" else 0
-    header = HEADER.pack(
-        MAGIC,
-        VERSION,
-        flags,
-        id_dtype(message.num_experts).itemsize,
-        message.num_experts,
-        message.num_layers,
-        message.topk,
-        len(message.empty_layers),
-        message.tokens,
-        message.start,
-        0,
-    )
+    sizes = message.num_experts, message.num_layers, message.topk, len(message.empty_layers)
+    itemsize = id_dtype(message.num_experts).itemsize
+    tokens, start = message.tokens, message.start
+    header = HEADER.pack(MAGIC, VERSION, flags, itemsize, *sizes, tokens, start, 0)
     return header[: -CRC.size]
 
 
