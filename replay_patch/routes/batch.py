@@ -169,7 +169,7 @@ class RouteBatch(Sequence[Routes]):
             layer_numbers, moe_layers, num_layers: as in `Routes.for_layers`. None: all layers on
                 the axis, which must be the same in all trajectories.
             rows: int64 [R], if the routers see other rows than `layout.rows`.
-            ep_size, first_padding: of the experts that padding gets, see `padding_ids`.
+            ep_size, first_padding: of the experts that padding gets, see `padding.fill_padding`.
 
         Raises:
             RouteError: an empty batch, or routes that do not fit the sequences or the layers.

@@ -1,10 +1,12 @@
-"""Expert ids as trainers and engines hold them, checked and narrowed for `Routes`.
+"""Expert ids as trainers and engines hold them, checked and narrowed: `CheckedRoutes`.
 
-T tokens, L layers, E experts, K top-k.
+T tokens (rows), L layers, E experts, K top-k.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,12 +14,6 @@ from torch import Tensor
 
 from replay_patch.errors import RouteError
 from replay_patch.routes.arguments import check_word, integer
-from replay_patch.routes.checked_routes import (
-    OUT_OF_RANGE,
-    REPEATING,
-    CheckedRoutes,
-    with_cause,
-)
 from replay_patch.routes.layer_axis import Layers, checked_layers
 
 # Above this many columns sorting a row is faster than comparing every pair of columns.
@@ -25,6 +21,35 @@ _PAIRWISE_TOPK = 16
 _BLOCK = 2**16
 
 _HOLE_HINT = ". on_invalid='hole' lets such tokens route natively"
+
+CAUSES = ("", "out of range", "repeating", "unwritten", "missing", "mismatch")
+"""Why a row that an engine returned is not in the routes; `notes` holds places in this list."""
+OUT_OF_RANGE, REPEATING, UNWRITTEN, MISSING, MISMATCH = range(1, len(CAUSES))
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedRoutes:
+    """One piece of a trajectory, known to be right. `Routes` says what each field means."""
+
+    expert_ids: Tensor
+    captured: Tensor
+    num_experts: int
+    start: int
+    layers: Layers
+    empty_layers: tuple[int, ...]
+    notes: Tensor | None
+
+    @property
+    def end(self) -> int:
+        """The token after the last row."""
+        return self.start + len(self.expert_ids)
+
+
+def with_cause(notes: Tensor | None, tokens: Tensor, cause: int) -> Tensor:
+    """uint8 [T]: `notes`, and `cause` where `tokens`, bool [T], is True."""
+    if notes is None:
+        notes = torch.zeros(len(tokens), dtype=torch.uint8)
+    return notes.masked_fill(tokens, cause)
 
 
 def ids_dtype(num_experts: int) -> torch.dtype:
@@ -42,10 +67,7 @@ def checked_routes(
     layers: str | Iterable[int],
     on_invalid: str,
 ) -> CheckedRoutes:
-    """The arguments of `Routes`, checked, narrowed and copied.
-
-    Args, Raises: as there.
-    """
+    """The arguments of `Routes`, checked, narrowed and copied. Args, Raises: as there."""
     num_experts = integer("num_experts", num_experts, 1)
     if num_experts > 2**31:
         raise RouteError(f"num_experts is {num_experts}: expected at most 2**31, int32 ids")
@@ -76,6 +98,7 @@ def _narrow(
     """(ids [T, L, K] in the dtype that they are stored in, captured [T], notes [T] or None)."""
     stored = torch.empty(ids.shape, dtype=ids_dtype(num_experts))
     live = [place for place in range(ids.shape[1]) if place not in empty]
+    refuse = functools.partial(_refuse_row, num_experts, live, layers, _HOLE_HINT)
     notes = None
     least, greatest = (int(x) for x in torch.aminmax(ids)) if ids.numel() else (0, 0)
     if least >= 0 and greatest < num_experts:
@@ -88,9 +111,7 @@ def _narrow(
         outside = ((live_ids < 0) | (live_ids > num_experts - 1)).any(2) & captured[:, None]
         if outside.any():
             if on_invalid == "raise":
-                _refuse_row(
-                    live_ids, outside, num_experts, "out of range", live, layers, _HOLE_HINT
-                )
+                refuse(live_ids, outside, "out of range")
             notes = with_cause(notes, outside.any(1), OUT_OF_RANGE)
             captured = captured & ~outside.any(1)
         stored.copy_(ids.masked_fill(~captured[:, None, None], 0))
@@ -99,9 +120,7 @@ def _narrow(
     repeating = _repeated_experts(live_ids) & captured[:, None]
     if repeating.any():
         if on_invalid == "raise":
-            _refuse_row(
-                live_ids, repeating, num_experts, "twice in one row", live, layers, _HOLE_HINT
-            )
+            refuse(live_ids, repeating, "twice in one row")
         notes = with_cause(notes, repeating.any(1), REPEATING)
         captured = captured & ~repeating.any(1)
     if not captured.all():
@@ -122,13 +141,14 @@ def check_stored_ids(
         return
     live = [place for place in range(stored.shape[1]) if place not in empty]
     live_ids = stored[:, live] if empty else stored
+    refuse = functools.partial(_refuse_row, num_experts, live, layers, "")
     if int(live_ids.min()) < 0 or int(live_ids.max()) >= num_experts:
         wide = live_ids.to(torch.int64)
         outside = ((wide < 0) | (wide >= num_experts)).any(2)
-        _refuse_row(live_ids, outside, num_experts, "out of range", live, layers, "")
+        refuse(live_ids, outside, "out of range")
     repeating = _repeated_experts(live_ids) & captured[:, None]
     if repeating.any():
-        _refuse_row(live_ids, repeating, num_experts, "twice in one row", live, layers, "")
+        refuse(live_ids, repeating, "twice in one row")
 
 
 def _repeated_experts(ids: Tensor) -> Tensor:
@@ -169,17 +189,18 @@ def _blank(ids: Tensor) -> Tensor:
 
 
 def _refuse_row(
-    ids: Tensor,
-    bad: Tensor,
     num_experts: int,
-    what: str,
-    places: list[int],
+    live: Sequence[int],
     layers: Layers,
     hint: str,
-) -> None:
+    ids: Tensor,
+    bad: Tensor,
+    what: str,
+) -> NoReturn:
+    """Name the first bad row of ids [T, live layers, K]; `bad` is bool [T, live layers]."""
     token, place = (int(i) for i in bad.nonzero()[0])
     row = ids[token, place].tolist()
-    axis = places[place]
+    axis = live[place]
     layer = f"layer {layers[axis]}" if isinstance(layers, tuple) else f"place {axis} of the layers"
     others = int(bad.any(1).sum()) - 1
     raise RouteError(
@@ -240,11 +261,7 @@ def _from_numpy(array: Any) -> Tensor:
 
 
 def _captured_flags(captured: Any, tokens: int) -> Tensor:
-    """bool [T], a copy of `captured`; all True if it is None.
-
-    Raises:
-        RouteError: another dtype or shape, or a tensor on a device.
-    """
+    """bool [T], a copy of `captured`; all True if it is None."""
     if captured is None:
         return torch.ones(tokens, dtype=torch.bool)
     if isinstance(captured, Tensor):

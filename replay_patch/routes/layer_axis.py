@@ -10,11 +10,7 @@ Layers = str | tuple[int, ...]
 
 
 def checked_layers(layers: str | Iterable[int], num_layers: int) -> Layers:
-    """The `layers` argument for an axis of so many layers, as `Routes.layers` says it.
-
-    Raises:
-        RouteError: another word, or numbers that are not one for each place on the axis.
-    """
+    """The `layers` argument for an axis of so many layers, as `Routes.layers` says it."""
     if isinstance(layers, str):
         if layers not in ("moe", "all"):
             raise RouteError(
@@ -37,12 +33,9 @@ def axis_places(
     moe_layers: tuple[int, ...] | None,
     num_layers: int | None,
 ) -> list[int]:
-    """Where layers are on the layer axis: places from 0, in the order of `wanted`.
+    """Where wanted layers are on the axis of `Routes.layers`: places from 0, in their order.
 
     Args:
-        layers: as in `Routes`.
-        axis_size: places on the axis.
-        wanted: numbers of the layers that are asked for.
         moe_layers: all MoE layers of the model, if known.
         num_layers: of the model's decoder, if known.
 
@@ -50,8 +43,7 @@ def axis_places(
         RouteError: a layer that is no MoE layer, that is not on the axis, or is not known there for
             sure.
     """
-    dense = sorted(set(wanted) - set(moe_layers)) if moe_layers is not None else []
-    if moe_layers is not None and dense:
+    if moe_layers is not None and (dense := sorted(set(wanted) - set(moe_layers))):
         raise RouteError(f"layers {dense} are no MoE layers: this model has {list(moe_layers)}")
     axis = _axis_numbers(layers, axis_size, wanted, moe_layers, num_layers)
     place_of = {number: place for place, number in enumerate(axis)}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import LayoutError, RouteError
-from replay_patch.routes.expert_ids import ids_dtype
 from replay_patch.routes.routes import Routes
 from replay_patch.routes.row_index import widest
 from replay_patch.routes.token_layout import TokenLayout
@@ -46,83 +45,55 @@ def router_masks(routes: Sequence[Routes], layout: TokenLayout) -> RouterMasks:
 def captured_tokens(routes: Sequence[Routes], lengths: Sequence[int]) -> Tensor:
     """bool [real tokens]: which have a captured route.
 
-    Args:
-        routes: one per sequence, of N or N - 1 rows for N tokens, those before `start` included.
-        lengths: N of each.
-
     Raises:
-        RouteError: routes that do not fit the sequences.
+        RouteError: routes that do not fit the sequences, see `check_lengths`.
     """
     check_lengths(routes, lengths)
     captured = torch.zeros(sum(lengths), dtype=torch.bool)
     first = 0
     for trajectory, length in zip(routes, lengths, strict=True):
-        begin = first + trajectory.start
-        captured[begin : begin + trajectory.num_tokens] = trajectory.captured
+        captured[first + trajectory.start : first + trajectory.end] = trajectory.captured
         first += length
     return captured
 
 
 def check_lengths(routes: Sequence[Routes], lengths: Sequence[int]) -> None:
-    """Raise RouteError unless there is one trajectory for each sequence, as long as it."""
+    """Raise RouteError unless there is one trajectory for each sequence of N tokens, and it ends
+    after N or N - 1 tokens, those before `start` included."""
     if len(routes) != len(lengths):
         raise RouteError(f"routes of {len(routes)} sequences: the layout has {len(lengths)}")
     for number, (trajectory, length) in enumerate(zip(routes, lengths, strict=True)):
-        start, rows = trajectory.start, trajectory.num_tokens
-        if start + rows not in (length, length - 1):
-            what = f"{rows} rows" + (f" from token {start} on" if start else "")
+        if trajectory.end not in (length, length - 1):
+            start = trajectory.start
+            what = f"{trajectory.num_tokens} rows" + (f" from token {start} on" if start else "")
             raise RouteError(
                 f"trajectory {number} has routes of {what}: expected to end after {length} tokens, "
                 f"or after {length - 1}, as the last token of a rollout has no route"
             )
 
 
-# --- experts for padding ----------------------------------------------------------------------
-
-
-def padding_ids(
-    num_layers: int, num_rows: int, topk: int, num_experts: int, ep_size: int = 1, first: int = 0
-) -> Tensor:
-    """Distinct experts for rows of padding, so that no expert and no rank gets more than others.
+def fill_padding(
+    ids: Tensor, rows: Tensor, num_experts: int, ep_size: int = 1, first: int = 0
+) -> int:
+    """Write distinct experts into rows of padding, so that no expert and no rank gets more than
+    others.
 
     Any run of consecutive choices differs by at most one between two experts, and between two
     expert-parallel ranks; so does what is in one layer, and what is in all of them.
 
     Args:
-        num_layers: L.
-        num_rows: P.
-        topk: K.
+        ids: [L, R, K] on the host, of a dtype that can hold E experts; written to.
+        rows: int64 [P], those of padding.
         num_experts: E.
         ep_size: expert-parallel ranks; rank r has experts r * E / ep_size and the following.
         first: how many choices were made before; each layer goes on where the last one ended.
 
     Returns:
-        [L, P, K], with the dtype in which routes of E experts are stored.
-
-    Raises:
-        RouteError: more choices for a row than experts, or experts that ranks cannot share.
-    """
-    ids = torch.empty(num_layers, num_rows, topk, dtype=ids_dtype(num_experts))
-    rows = torch.arange(num_rows)
-    fill_padding(ids, rows, num_experts, ep_size, first)
-    return ids
-
-
-def fill_padding(
-    ids: Tensor, rows: Tensor, num_experts: int, ep_size: int = 1, first: int = 0
-) -> int:
-    """Write what `padding_ids` gives into some rows of [L, R, K], and say where the next begins.
-
-    Args:
-        ids: [L, R, K] on the host.
-        rows: int64 [P].
-        num_experts, ep_size, first: as there.
-
-    Returns:
         `first` of the next call.
 
     Raises:
-        RouteError, LayoutError: as there; ids of a dtype that cannot hold the experts.
+        RouteError: more choices for a row than experts, or experts that ranks cannot share.
+        LayoutError: ids of a dtype that cannot hold the experts.
     """
     num_layers, _, topk = ids.shape
     if not 1 <= topk <= num_experts:

@@ -13,7 +13,7 @@ How a piece says which tokens it is about differs by who has it:
   `trajectory.Trajectory` compares them with the tokens that were kept.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from replay_patch.errors import RouteError
 from replay_patch.routes.arguments import check_word
-from replay_patch.routes.checked_routes import MISMATCH, CheckedRoutes
+from replay_patch.routes.expert_ids import MISMATCH, CheckedRoutes
 
 
 def append(
@@ -31,10 +31,7 @@ def append(
     on_gap: str,
     name: str | None = None,
 ) -> CheckedRoutes:
-    """Both pieces as one; `earlier` itself if the later one has no row.
-
-    Args, Raises: as in `Routes.append`.
-    """
+    """Both pieces as one; `earlier` itself if the later one has no row. See `Routes.append`."""
     check_word("on_mismatch", on_mismatch, "raise", "count")
     check_word("on_gap", on_gap, "raise", "hole")
     where = f"{name}: " if name else ""
@@ -42,50 +39,37 @@ def append(
     empty = _common_empty_layers(earlier, later, where)
     if not len(later.expert_ids):
         return earlier
-    (first, first_end), (second, second_end) = _span(earlier), _span(later)
-    gap = second - first_end
-    if first > second_end:
+    gap = later.start - earlier.end
+    if earlier.start > later.end:
         raise RouteError(
-            f"{where}the later piece ends at token {second_end}, and the earlier one begins at "
-            f"{first}: expected pieces in order"
+            f"{where}the later piece ends at token {later.end}, and the earlier one begins at "
+            f"{earlier.start}: expected pieces in order"
         )
     if gap > 1 and on_gap == "raise":
         raise RouteError(
-            f"{where}the later piece begins at token {second}, and the earlier one ends at "
-            f"{first_end}: {gap} tokens are in neither, and at most 1 was expected, the last "
+            f"{where}the later piece begins at token {later.start}, and the earlier one ends at "
+            f"{earlier.end}: {gap} tokens are in neither, and at most 1 was expected, the last "
             "sampled one. Was a turn lost? on_gap='hole' lets them route natively"
         )
-    begin, end = min(first, second), max(first_end, second_end)
+    begin, end = min(earlier.start, later.start), max(earlier.end, later.end)
     ids = torch.zeros(end - begin, *earlier.expert_ids.shape[1:], dtype=earlier.expert_ids.dtype)
     captured = torch.zeros(end - begin, dtype=torch.bool)
     notes = torch.zeros(end - begin, dtype=torch.uint8)
     for piece in (earlier, later):
-        offset = piece.start - begin
-        rows = slice(offset, offset + len(piece.expert_ids))
-        filled = fill_holes(
-            ids[rows].numpy(),
-            captured[rows].numpy(),
-            piece.expert_ids.numpy(),
-            piece.captured.numpy(),
-        )
+        rows = slice(piece.start - begin, piece.end - begin)
+        into = ids[rows].numpy(), captured[rows].numpy()
+        filled = fill_holes(*into, piece.expert_ids.numpy(), piece.captured.numpy())
         unexplained = ~captured[rows] & (notes[rows] == 0)  # holes
         causes = torch.zeros_like(notes[rows]) if piece.notes is None else piece.notes
         notes[rows] = torch.where(torch.from_numpy(filled) | unexplained, causes, notes[rows])
-    both = range(max(first, second), min(first_end, second_end))
+    both = range(max(earlier.start, later.start), min(earlier.end, later.end))
     if both:
         differing = _differing(earlier, later, both)
         if differing.any() and on_mismatch == "raise":
             _refuse_mismatch(earlier, later, both, differing, where)
         notes[both.start - begin : both.stop - begin].masked_fill_(differing, MISMATCH)
-    return CheckedRoutes(
-        ids,
-        captured,
-        earlier.num_experts,
-        begin,
-        earlier.layers,
-        empty,
-        notes if notes.any() else None,
-    )
+    axis = begin, earlier.layers, empty
+    return CheckedRoutes(ids, captured, earlier.num_experts, *axis, notes if notes.any() else None)
 
 
 def fill_holes(
@@ -124,23 +108,12 @@ def cut(routes: CheckedRoutes, rows: slice) -> CheckedRoutes:
         raise RouteError(f"routes[{rows!r}]: expected a slice of consecutive rows, routes[a:b]")
     first, end, _ = rows.indices(len(routes.expert_ids))
     kept = slice(first, max(first, end))
-    if routes.notes is None or not routes.notes[kept].any():
+    ids, captured = routes.expert_ids[kept].clone(), routes.captured[kept].clone()
+    notes = None if routes.notes is None else routes.notes[kept].clone()
+    if notes is not None and not notes.any():
         notes = None
-    else:
-        notes = routes.notes[kept].clone()
-    return CheckedRoutes(
-        routes.expert_ids[kept].clone(),
-        routes.captured[kept].clone(),
-        routes.num_experts,
-        routes.start + first,
-        routes.layers,
-        routes.empty_layers,
-        notes,
-    )
-
-
-def _span(piece: CheckedRoutes) -> tuple[int, int]:
-    return piece.start, piece.start + len(piece.expert_ids)
+    axis = routes.start + first, routes.layers, routes.empty_layers
+    return CheckedRoutes(ids, captured, routes.num_experts, *axis, notes)
 
 
 def _check_axes(earlier: CheckedRoutes, later: CheckedRoutes, where: str) -> None:
@@ -175,13 +148,12 @@ def _common_empty_layers(
 def _differing(earlier: CheckedRoutes, later: CheckedRoutes, tokens: range) -> Tensor:
     """bool [tokens]: captured in both, with other experts in some layer; columns may be in any
     order."""
-    pieces = [
-        (piece, slice(tokens.start - piece.start, tokens.stop - piece.start))
-        for piece in (earlier, later)
-    ]
-    earlier_ids, later_ids = (piece.expert_ids[rows] for piece, rows in pieces)
-    earlier_captured, later_captured = (piece.captured[rows] for piece, rows in pieces)
-    differing = (earlier_ids != later_ids).any(2).any(1) & earlier_captured & later_captured
+    earlier_rows, later_rows = (
+        slice(tokens.start - piece.start, tokens.stop - piece.start) for piece in (earlier, later)
+    )
+    earlier_ids, later_ids = earlier.expert_ids[earlier_rows], later.expert_ids[later_rows]
+    differing = (earlier_ids != later_ids).any(2).any(1)
+    differing &= earlier.captured[earlier_rows] & later.captured[later_rows]
     if differing.any():
         sorted_ids = (ids[differing].sort(2).values for ids in (earlier_ids, later_ids))
         differing[differing.clone()] = torch.ne(*sorted_ids).any(2).any(1)
@@ -190,7 +162,7 @@ def _differing(earlier: CheckedRoutes, later: CheckedRoutes, tokens: range) -> T
 
 def _refuse_mismatch(
     earlier: CheckedRoutes, later: CheckedRoutes, tokens: range, differing: Tensor, where: str
-) -> None:
+) -> NoReturn:
     token = tokens[int(differing.nonzero()[0])]
     earlier_ids, later_ids = (p.expert_ids[token - p.start] for p in (earlier, later))
     unlike = (earlier_ids.sort(1).values != later_ids.sort(1).values).any(1)

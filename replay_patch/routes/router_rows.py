@@ -63,11 +63,7 @@ def routes_in_rows(
         lengths: tokens of each.
         rows: int64 [R], the token in each router row, -1 for padding.
         step: how many sequences are side by side in the rows: row = s * step + b.
-        ep_size, first_padding: as in `padding_ids`.
-
-    Raises:
-        RouteError: routes that do not fit the sequences.
-        LayoutError: rows that do not fit them.
+        ep_size, first_padding: as in `fill_padding`.
     """
     check_lengths(routes, lengths)
     topk, num_experts = routes[0].topk, routes[0].num_experts
@@ -77,14 +73,12 @@ def routes_in_rows(
     captured = torch.zeros(len(rows), dtype=torch.bool)
     for sequence, token, row, count in _runs_of_tokens(rows, lengths, step):
         trajectory = routes[sequence]
-        start = trajectory.start
-        begin = max(token, start)
-        count = min(token + count, start + trajectory.num_tokens) - begin
-        if count <= 0:
+        begin, end = max(token, trajectory.start), min(token + count, trajectory.end)
+        if end <= begin:
             continue
         row += (begin - token) * step
-        source = slice(begin - start, begin - start + count)
-        target = slice(row, row + (count - 1) * step + 1, step)
+        source = slice(begin - trajectory.start, end - trajectory.start)
+        target = slice(row, row + (end - begin - 1) * step + 1, step)
         wide_rows = trajectory.expert_ids.view(element)[source]
         for target_layers, source_layers in _runs_of_layers(places[sequence]):
             wide[target_layers, target] = wide_rows[:, source_layers].transpose(0, 1)
@@ -103,11 +97,8 @@ def _numbers(rows: Tensor) -> Tensor:
 
 
 def all_places(routes: Sequence[Routes]) -> list[list[int]]:
-    """Every place on the layer axis of each trajectory; the axes must be the same.
-
-    Raises:
-        RouteError: they are not, or it is not known which of them are MoE layers.
-    """
+    """Every place on the layer axis of each trajectory; a RouteError unless the axes are the same,
+    and known to be MoE layers."""
     axes = [(trajectory.layers, trajectory.num_layers) for trajectory in routes]
     for number, axis in enumerate(axes):
         if axis != axes[0] or axis[0] == "all":

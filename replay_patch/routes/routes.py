@@ -11,8 +11,7 @@ import torch
 
 from replay_patch.errors import RouteError
 from replay_patch.routes import arguments, pieces
-from replay_patch.routes.checked_routes import CAUSES, CheckedRoutes
-from replay_patch.routes.expert_ids import checked_routes
+from replay_patch.routes.expert_ids import CAUSES, CheckedRoutes, checked_routes
 from replay_patch.routes.layer_axis import axis_places
 from replay_patch.routes.responses.response_fields import PayloadOptions
 from replay_patch.routes.responses.response_routes import response_routes
@@ -39,7 +38,7 @@ class Routes(CheckedRoutes):
         empty_layers: with "all", places on the layer axis that hold nothing but zeros or -1, as
             engines fill dense layers in. They are stored as zeros, and cannot be selected.
         notes: uint8 [T], or None if there is nothing to say: for each token why a row that was
-            given is not here, as a place in `checked_routes.CAUSES`. `rejected` counts it.
+            given is not here, as a place in `expert_ids.CAUSES`. `rejected` counts it.
     """
 
     def __init__(
@@ -119,9 +118,9 @@ class Routes(CheckedRoutes):
         wanted = arguments.layer_numbers("layer_numbers", layer_numbers)
         places = self.layer_places(wanted, moe_layers, num_layers)
         if places == list(range(self.num_layers)) and not self.empty_layers:
-            return self if self.layers == wanted else self._with(layers=wanted)
+            return self if self.layers == wanted else self._of(self, layers=wanted)
         selected = self.expert_ids.index_select(1, torch.tensor(places, dtype=torch.int64))
-        return self._with(expert_ids=selected, layers=wanted, empty_layers=())
+        return self._of(self, expert_ids=selected, layers=wanted, empty_layers=())
 
     def layer_places(
         self,
@@ -179,10 +178,10 @@ class Routes(CheckedRoutes):
             RouteError: no host integer from 0 on.
         """
         end = arguments.integer("num_tokens", num_tokens, 0)
-        if end >= self.start + self.num_tokens:
+        if end >= self.end:
             return self
         kept = self[: max(0, end - self.start)]
-        return kept._with(start=min(self.start, end))
+        return self._of(kept, start=min(self.start, end))
 
     def __getitem__(self, rows: slice) -> "Routes":
         """Some consecutive rows, as a copy; `start` moves along."""
@@ -269,24 +268,19 @@ class Routes(CheckedRoutes):
         Raises:
             RouteError: it cannot be understood without guessing, or is invalid.
         """
-        options = PayloadOptions(topk, num_layers, layers, start, missing, dtype, choice, max_run)
-        return cls._of(
-            response_routes(payload, engine, num_experts, num_tokens, on_invalid, options, name)
+        rest = start, missing, dtype, choice, max_run
+        options = PayloadOptions(
+            num_experts, num_tokens, on_invalid, topk, num_layers, layers, *rest
         )
+        return cls._of(response_routes(payload, engine, options, name))
 
     @classmethod
-    def _of(cls, checked: CheckedRoutes) -> "Routes":
-        """Without a second check; `checked` itself if it is a `Routes`."""
-        if isinstance(checked, Routes):
+    def _of(cls, checked: CheckedRoutes, **fields: Any) -> "Routes":
+        """Without a second check, perhaps with other fields; else a `Routes` is itself."""
+        if isinstance(checked, Routes) and not fields:
             return checked
         new = cls.__new__(cls)
-        vars(new).update(vars(checked))
-        return new
-
-    def _with(self, **fields: Any) -> "Routes":
-        """The same with other fields, which are known to be right."""
-        new = Routes.__new__(Routes)
-        vars(new).update(vars(self) | fields)
+        vars(new).update(vars(checked) | fields)
         return new
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replay_patch.routes.checked_routes import CheckedRoutes
+from replay_patch.routes.expert_ids import CheckedRoutes
 
 _LEAST_RUN = 16
 _BITS = 128
@@ -62,11 +62,8 @@ def repeated_rows(routes: CheckedRoutes, longest: int) -> Tensor:
 
 def _runs(same: Tensor, longest: int) -> list[slice]:
     """Stretches of at least `longest` pairs of equal neighbours."""
-    edges = torch.diff(
-        same.to(torch.int8),
-        prepend=torch.zeros(1, dtype=torch.int8),
-        append=torch.zeros(1, dtype=torch.int8),
-    )
+    outside = torch.zeros(1, dtype=torch.int8)
+    edges = torch.diff(same.to(torch.int8), prepend=outside, append=outside)
     starts, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
     long = ends - starts >= longest
     pairs = zip(starts[long].tolist(), ends[long].tolist(), strict=True)

@@ -89,7 +89,7 @@ class TokenLayout:
             first = 0 if padding_side == "right" else size - length
             uncut[sequence, first : first + length] = torch.arange(token, token + length)
             token += length
-        return cls._of(counts, (size,) * len(counts), uncut, cut, [size])
+        return cls._of(counts, [size] * len(counts), uncut, cut, size)
 
     @classmethod
     def packed(
@@ -136,31 +136,25 @@ class TokenLayout:
                     + (f", and a multiple of total_align={total_align}" if total_align else "")
                 )
             total = wanted
-        added = total - sum(sizes)
         if sizes:
-            sizes[-1] += added
+            sizes[-1] += total - sum(sizes)
         uncut = torch.full((1, total), -1, dtype=torch.int64)
         token = first = 0
         for length, size in zip(counts, sizes, strict=True):
             uncut[0, first : first + length] = torch.arange(token, token + length)
             token, first = token + length, first + size
-        segments = (sizes or [total]) if cut.cp_layout == "zigzag" else [total]
-        return cls._of(counts, tuple(sizes), uncut, cut, segments)
+        segments = sizes if sizes and cut.cp_layout == "zigzag" else [total]
+        return cls._of(counts, sizes, uncut, cut, *segments)
 
     @classmethod
     def _of(
-        cls,
-        lengths: tuple[int, ...],
-        padded_lengths: tuple[int, ...],
-        uncut: Tensor,
-        cut: Cut,
-        segments: Sequence[int],
+        cls, lengths: tuple[int, ...], sizes: Sequence[int], uncut: Tensor, cut: Cut, *segments: int
     ) -> "TokenLayout":
+        """The layout of `uncut`, of which `segments` are cut one by one; `sizes` are padded."""
         input_rows = uncut
         if cut.cp_size > 1:
             input_rows = uncut.index_select(1, cut.positions(segments))
-        rows = cut.rows(input_rows)
-        return cls(lengths, padded_lengths, rows, input_rows, uncut, tuple(segments), cut)
+        return cls(lengths, tuple(sizes), cut.rows(input_rows), input_rows, uncut, segments, cut)
 
     @property
     def num_tokens(self) -> int:

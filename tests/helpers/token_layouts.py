@@ -5,9 +5,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from replay_patch import TokenLayout
+from replay_patch.routes.expert_ids import ids_dtype
+from replay_patch.routes.padding import fill_padding
 
 
 @dataclass(frozen=True)
@@ -130,3 +134,12 @@ def _joined(sequences: Any) -> list[int]:
 
 def _up(number: int, multiple: int) -> int:
     return next(n for n in itertools.count(number) if n % multiple == 0)
+
+
+def padding_ids(
+    num_layers: int, num_rows: int, topk: int, num_experts: int, ep_size: int = 1, first: int = 0
+) -> Tensor:
+    """[L, P, K]: the experts that P rows of padding get, where nothing else is there."""
+    ids = torch.empty(num_layers, num_rows, topk, dtype=ids_dtype(num_experts))
+    fill_padding(ids, torch.arange(num_rows), num_experts, ep_size, first)
+    return ids

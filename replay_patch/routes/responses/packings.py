@@ -7,7 +7,7 @@ as bytes; dicts of data, dtype and perhaps shape. What is read is bounded by wha
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from replay_patch.errors import RouteError
 from replay_patch.routes.arguments import integer
 from replay_patch.routes.expert_ids import host_ids
+from replay_patch.routes.responses.response_fields import PayloadOptions
 from replay_patch.routes.wire import base64_text
 
 _NPY = b"\x93NUMPY"
@@ -28,18 +29,12 @@ _NPY_HEADER = re.compile(
 _DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 
 
-@dataclass(frozen=True)
-class Packing:
-    """What flat ids need: K, L, the dtype of raw bytes, and how many rows there may be."""
-
-    topk: int | None
-    num_layers: int | None
-    dtype: str | None
-    rows: Sequence[int]
-
-
-def unpacked_ids(value: Any, packing: Packing) -> Tensor:
+def unpacked_ids(value: Any, options: PayloadOptions, rows: Sequence[int] = ()) -> Tensor:
     """Integers [R, L, K], uint8 or signed, on the host.
+
+    Args:
+        options: flat ids need its K and L, raw bytes its dtype.
+        rows: how many rows there may be, if that is known.
 
     Raises:
         RouteError: anything else.
@@ -47,13 +42,13 @@ def unpacked_ids(value: Any, packing: Packing) -> Tensor:
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]  # Megatron's serialize(): ("ndarray", {...}), ("tensor", [...])
     if isinstance(value, Mapping):
-        value = _from_mapping(value, packing)
+        value = _from_mapping(value, options)
     if isinstance(value, str):
         value = _from_base64(value)
     if isinstance(value, memoryview) and (value.ndim != 1 or value.format != "B"):
         value = np.asarray(value)
     if isinstance(value, bytes | bytearray | memoryview):
-        value = _from_npy(value) if bytes(value[:6]) == _NPY else _from_raw(value, packing)
+        value = _from_npy(value) if bytes(value[:6]) == _NPY else _from_raw(value, options, rows)
     elif not isinstance(value, Tensor):
         try:
             value = np.asarray(value)
@@ -62,18 +57,18 @@ def unpacked_ids(value: Any, packing: Packing) -> Tensor:
         if value.shape == (0,):  # [] says nothing about its type
             value = value.astype(np.int32)
     if value.ndim == 1:
-        value = _on_three_axes(value, packing)
+        value = _on_three_axes(value, options, rows)
     return host_ids(value)
 
 
-def _from_mapping(value: Mapping[str, Any], packing: Packing) -> Any:
+def _from_mapping(value: Mapping[str, Any], options: PayloadOptions) -> Any:
     """The array of {"data", "dtype", perhaps "shape"}."""
     data, shape = value.get("data"), value.get("shape")
     if isinstance(data, str):
         data = _from_base64(data)
     if not isinstance(data, bytes | bytearray):
         return data
-    flat = _from_raw(data, replace(packing, dtype=value.get("dtype") or packing.dtype, rows=()))
+    flat = _from_raw(data, replace(options, dtype=value.get("dtype") or options.dtype), ())
     if shape is None:
         return flat
     if not isinstance(shape, list | tuple) or len(shape) != 3:
@@ -116,34 +111,32 @@ def _from_npy(file: Any) -> Any:
     return np.frombuffer(data[first + size :], dtype).reshape(shape, order=order)
 
 
-def _from_raw(data: Any, packing: Packing) -> Any:
+def _from_raw(data: Any, options: PayloadOptions, rows: Sequence[int]) -> Any:
     """1-D, from little-endian ids one after the other."""
-    name = str(packing.dtype or "int32").removeprefix("torch.")
+    name = str(options.dtype or "int32").removeprefix("torch.")
     if name not in _DTYPES:
-        raise RouteError(f"dtype={packing.dtype!r}: expected one of {', '.join(_DTYPES)}")
+        raise RouteError(f"dtype={options.dtype!r}: expected one of {', '.join(_DTYPES)}")
     dtype = np.dtype(name).newbyteorder("<")
-    fits = [
-        n for n in _DTYPES if _row_count(len(data), np.dtype(n).itemsize, packing) in packing.rows
-    ]
+    row = (options.topk or 0) * (options.num_layers or 0)
+    fits = [n for n in _DTYPES if _row_count(len(data), row * np.dtype(n).itemsize) in rows]
     if len(data) % dtype.itemsize or (fits and name not in fits):
         hint = f"; dtype={' or '.join(map(repr, fits))} would fit" if fits else ""
         raise RouteError(f"{len(data)} bytes of ids do not fit dtype {name!r}{hint}")
     return np.frombuffer(data, dtype)
 
 
-def _row_count(size: int, itemsize: int, packing: Packing) -> int:
-    """How many rows so many bytes are; -1 if that is not known, or no whole number."""
-    row = (packing.topk or 0) * (packing.num_layers or 0) * itemsize
+def _row_count(size: int, row: int) -> int:
+    """How many rows so many bytes are; -1 if a row's size is 0, or they are no whole number."""
     return size // row if row and size % row == 0 else -1
 
 
-def _on_three_axes(flat: Any, packing: Packing) -> Any:
+def _on_three_axes(flat: Any, options: PayloadOptions, rows: Sequence[int]) -> Any:
     """[R, L, K], from one axis."""
-    size, topk, num_layers = len(flat), packing.topk, packing.num_layers
+    size, topk, num_layers = len(flat), options.topk, options.num_layers
     if topk is not None and num_layers is None and integer("topk", topk, 1):
-        rows = [count for count in packing.rows if count and size and size % (count * topk) == 0]
-        if len(rows) == 1:
-            num_layers = size // (rows[0] * topk)
+        fits = [count for count in rows if count and size and size % (count * topk) == 0]
+        if len(fits) == 1:
+            num_layers = size // (fits[0] * topk)
     if topk is None or num_layers is None:
         raise RouteError(
             f"{size} ids on one axis: expected topk=... and num_layers=..., which alone say what "

@@ -13,8 +13,11 @@ from replay_patch.routes.responses.engine import Engine
 
 @dataclass(frozen=True)
 class PayloadOptions:
-    """What a caller says about a payload: optional arguments of `Routes.from_engine`."""
+    """What a caller says about a payload: arguments of `Routes.from_engine`."""
 
+    num_experts: int
+    num_tokens: int
+    on_invalid: str
     topk: int | None
     num_layers: int | None
     layers: str | Iterable[int] | None
@@ -47,9 +50,6 @@ def read_fields(
 ) -> tuple[ResponseFields, PayloadOptions]:
     """The ids in a payload, and the options with what the payload says about them.
 
-    Args:
-        payload: see `Routes.from_engine`.
-
     Raises:
         RouteError: the engine's field is missing, or it is not clear which completion is meant.
     """
@@ -77,9 +77,7 @@ def read_fields(
         dtype=options.dtype or _first_value(holders, "routed_experts_dtype"),
     )
     prompt = _first_value(holders, engine.prompt_field) if engine.prompt_field else None
-    if prompt is None:
-        return ResponseFields(ids), options
-    token_ids = _first_value(holders, "prompt_token_ids")
+    token_ids = None if prompt is None else _first_value(holders, "prompt_token_ids")
     prompt_tokens = None if token_ids is None else len(token_ids)
     return ResponseFields(ids, prompt, prompt_tokens), options
 
@@ -95,12 +93,10 @@ def _is_response(payload: Any) -> bool:
             )
         return False
     return not (
-        isinstance(payload, str | bytes | bytearray | memoryview | Tensor) or _is_array(payload)
+        isinstance(payload, str | bytes | bytearray | memoryview | Tensor)
+        or hasattr(payload, "__array_interface__")
+        or hasattr(payload, "__array__")
     )
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "__array_interface__") or hasattr(value, "__array__")
 
 
 def _holders(payload: Any, choice: int | None) -> list[Any]:

@@ -4,19 +4,18 @@ Where the ids are in a response is `response_fields`, how they are packed is `pa
 are checked against what the caller knows.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from replay_patch.errors import RouteError
+from replay_patch.routes import expert_ids
 from replay_patch.routes.arguments import check_word, integer
-from replay_patch.routes.checked_routes import MISSING, UNWRITTEN, CheckedRoutes, with_cause
-from replay_patch.routes.expert_ids import checked_routes
+from replay_patch.routes.expert_ids import CheckedRoutes
 from replay_patch.routes.responses.engine import Engine, engine_named
-from replay_patch.routes.responses.packings import Packing, unpacked_ids
+from replay_patch.routes.responses.packings import unpacked_ids
 from replay_patch.routes.responses.response_fields import (
     PayloadOptions,
     ResponseFields,
@@ -26,52 +25,35 @@ from replay_patch.routes.stale_rows import longest_run, repeated_rows, zero_rows
 
 
 def response_routes(
-    payload: Any,
-    engine_name: str,
-    num_experts: int,
-    num_tokens: int,
-    on_invalid: str,
-    options: PayloadOptions,
-    name: str | None = None,
+    payload: Any, engine_name: str, options: PayloadOptions, name: str | None = None
 ) -> CheckedRoutes:
-    """The routes in what an engine returned for one trajectory.
-
-    Args, Raises: as in `Routes.from_engine`.
-    """
+    """What an engine returned for one trajectory. Args, Raises: as in `Routes.from_engine`."""
     try:
         engine = engine_named(engine_name)
-        check_word("on_invalid", on_invalid, "raise", "hole")
-        tokens = integer("num_tokens", num_tokens, 0)
-        integer("num_experts", num_experts, 1)
+        check_word("on_invalid", options.on_invalid, "raise", "hole")
+        options = replace(options, num_tokens=integer("num_tokens", options.num_tokens, 0))
+        integer("num_experts", options.num_experts, 1)
         fields, options = read_fields(payload, engine, options)
-        layers = options.layers
-        if layers is None:
+        if options.layers is None:
             layers = engine.layers if fields.prompt_ids is None else engine.layers_if_split
+            options = replace(options, layers=layers)
         if fields.response_ids is None:
-            return _all_missing(num_experts, tokens, layers, on_invalid, options, engine)
-        ids = _ids(fields, engine, tokens, options)
-        _check_width(ids, num_experts, options)
-        start = _first_token(len(ids), tokens, options)
-        whole = start + len(ids) == tokens
-        routes = _without_unwritten(
-            ids, num_experts, start, layers, on_invalid, options.max_run, whole
-        )
+            return _all_missing(options, engine)
+        if fields.prompt_ids is None:
+            ids = unpacked_ids(fields.response_ids, options, _row_counts(options)[1])
+        else:
+            ids = _joined_ids(fields, engine, options)
+        _check_width(ids, options)
+        routes = _without_unwritten(ids, _first_token(len(ids), options), options)
         return _with_holes_at_end(routes, (options.missing or 0) - 1)
     except RouteError as error:
         raise RouteError(f"{name}: {error}" if name else str(error)) from None
 
 
-def _all_missing(
-    num_experts: int,
-    tokens: int,
-    layers: str | Iterable[int],
-    on_invalid: str,
-    options: PayloadOptions,
-    engine: Engine,
-) -> CheckedRoutes:
+def _all_missing(options: PayloadOptions, engine: Engine) -> CheckedRoutes:
     """All holes, if the policy says so."""
     what = "no routes were returned (the field is None)"
-    if on_invalid == "raise":
+    if options.on_invalid == "raise":
         raise RouteError(
             f"{what}: expected some, as the engine was asked for them ({engine.switch}). It gives "
             "none for a preempted request; on_invalid='hole' lets the trajectory route natively"
@@ -79,22 +61,26 @@ def _all_missing(
     if options.topk is None or options.num_layers is None:
         raise RouteError(f"{what}: to make holes of all tokens, say topk=... and num_layers=...")
     shape = integer("num_layers", options.num_layers, 0), integer("topk", options.topk, 1)
-    start, _ = _row_counts(tokens, options)
-    holes = torch.full((max(tokens - 1 - start, 0), *shape), -1, dtype=torch.int8)
-    routes = checked_routes(holes, num_experts, None, start, layers, on_invalid)
-    notes = torch.full((len(holes),), MISSING, dtype=torch.uint8)
+    start, _ = _row_counts(options)
+    holes = torch.full((max(options.num_tokens - 1 - start, 0), *shape), -1, dtype=torch.int8)
+    routes = _checked(holes, None, start, options)
+    notes = torch.full((len(holes),), expert_ids.MISSING, dtype=torch.uint8)
     return replace(routes, notes=notes if len(holes) else None)
 
 
-def _ids(fields: ResponseFields, engine: Engine, tokens: int, options: PayloadOptions) -> Tensor:
-    """Integers [R, L, K], those of the prompt first where they are apart."""
-    if fields.prompt_ids is None:
-        rows = _row_counts(tokens, options)[1]
-        packing = Packing(options.topk, options.num_layers, options.dtype, rows)
-        return unpacked_ids(fields.response_ids, packing)
-    packing = Packing(options.topk, options.num_layers, options.dtype, rows=())
-    prompt = unpacked_ids(fields.prompt_ids, packing)
-    response = unpacked_ids(fields.response_ids, packing)
+def _checked(
+    ids: Tensor, captured: Tensor | None, start: int, options: PayloadOptions
+) -> CheckedRoutes:
+    layers: Any = options.layers  # not None: the engine's, if the caller did not say
+    return expert_ids.checked_routes(
+        ids, options.num_experts, captured, start, layers, options.on_invalid
+    )
+
+
+def _joined_ids(fields: ResponseFields, engine: Engine, options: PayloadOptions) -> Tensor:
+    """Integers [R, L, K], those of the prompt first."""
+    prompt = unpacked_ids(fields.prompt_ids, options)
+    response = unpacked_ids(fields.response_ids, options)
     if fields.prompt_tokens is not None and len(prompt) != fields.prompt_tokens:
         raise RouteError(
             f"{engine.prompt_field} has {len(prompt)} rows: expected {fields.prompt_tokens}, one "
@@ -107,10 +93,10 @@ def _ids(fields: ResponseFields, engine: Engine, tokens: int, options: PayloadOp
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _check_width(ids: Tensor, num_experts: int, options: PayloadOptions) -> None:
+def _check_width(ids: Tensor, options: PayloadOptions) -> None:
     """Refuse more columns or layers than the model has; nothing shows which are the right ones."""
     rows, num_layers, columns = ids.shape
-    topk = options.topk
+    topk, num_experts = options.topk, options.num_experts
     if topk is not None and integer("topk", topk, 1) != columns:
         more = " Are shared experts among the columns?" if columns > topk else ""
         raise RouteError(f"{columns} columns of ids: expected topk={topk}.{more}")
@@ -130,8 +116,9 @@ def _check_width(ids: Tensor, num_experts: int, options: PayloadOptions) -> None
         )
 
 
-def _row_counts(tokens: int, options: PayloadOptions) -> tuple[int, tuple[int, ...]]:
+def _row_counts(options: PayloadOptions) -> tuple[int, tuple[int, ...]]:
     """(start, how many rows may be there: first without the prefix, then with it)."""
+    tokens = options.num_tokens
     start = 0 if options.start is None else integer("start", options.start, 0)
     if start > tokens:
         raise RouteError(f"start is {start}: expected at most num_tokens={tokens}")
@@ -143,9 +130,10 @@ def _row_counts(tokens: int, options: PayloadOptions) -> tuple[int, tuple[int, .
     return start, tuple(max(0, end - start) for end in ends) + tuple(ends if start else ())
 
 
-def _first_token(rows: int, tokens: int, options: PayloadOptions) -> int:
+def _first_token(rows: int, options: PayloadOptions) -> int:
     """The token of the first row, told by the number of rows."""
-    start, counts = _row_counts(tokens, options)
+    tokens = options.num_tokens
+    start, counts = _row_counts(options)
     if rows in counts:
         return 0 if start and rows != counts[0] else start
     what = f"{rows} rows for {tokens} tokens" + (f" from token {start} on" if start else "")
@@ -160,30 +148,19 @@ def _first_token(rows: int, tokens: int, options: PayloadOptions) -> int:
     raise RouteError(f"{what}: expected {expected}, as the last sampled token has no route; {why}")
 
 
-def _without_unwritten(
-    ids: Tensor,
-    num_experts: int,
-    start: int,
-    layers: str | Iterable[int],
-    on_invalid: str,
-    max_run: int | None,
-    whole: bool,
-) -> CheckedRoutes:
-    """Checked routes, in which what nobody wrote is a hole, or an error.
-
-    Args:
-        whole: the last row is that of the trajectory's last token.
-    """
+def _without_unwritten(ids: Tensor, start: int, options: PayloadOptions) -> CheckedRoutes:
+    """Checked routes, in which what nobody wrote is a hole, or an error."""
+    on_invalid, max_run = options.on_invalid, options.max_run
     zeros = torch.from_numpy(zero_rows(ids.numpy()))
     captured = ~zeros
-    if whole and len(ids):
+    if len(ids) and start + len(ids) == options.num_tokens:
         zeros[-1] = False  # it was never fed forward: zeros there are filling, and nothing is lost
     if on_invalid == "raise" and zeros.any():
         _refuse_unwritten(zeros, start, "nothing but zeros in every layer")
-    routes = checked_routes(ids, num_experts, captured, start, layers, on_invalid)
+    routes = _checked(ids, captured, start, options)
     if max_run is None:
         live = routes.expert_ids.shape[1] - len(routes.empty_layers)
-        max_run = longest_run(num_experts, live, ids.shape[2])
+        max_run = longest_run(options.num_experts, live, ids.shape[2])
     stale = repeated_rows(routes, integer("max_run", max_run, 1))
     if on_invalid == "raise" and stale.any():
         what = f"the same experts in all layers for more than {max_run} tokens"
@@ -192,11 +169,11 @@ def _without_unwritten(
         return routes
     if stale.any():
         routes.expert_ids[stale] = 0
-    notes = with_cause(routes.notes, zeros | stale, UNWRITTEN)
+    notes = expert_ids.with_cause(routes.notes, zeros | stale, expert_ids.UNWRITTEN)
     return replace(routes, captured=routes.captured & ~stale, notes=notes)
 
 
-def _refuse_unwritten(tokens: Tensor, start: int, what: str) -> None:
+def _refuse_unwritten(tokens: Tensor, start: int, what: str) -> NoReturn:
     first = int(tokens.nonzero()[0])
     raise RouteError(
         f"row {first} (token {start + first}) has {what}: expected what a router chose; this is a "

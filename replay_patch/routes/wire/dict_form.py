@@ -18,7 +18,7 @@ crc32         of the bytes form without its own checksum
 from typing import Any
 
 from replay_patch.errors import WireError
-from replay_patch.routes.checked_routes import CheckedRoutes
+from replay_patch.routes.expert_ids import CheckedRoutes
 from replay_patch.routes.wire import base64_text
 from replay_patch.routes.wire import field_checks as checks
 from replay_patch.routes.wire import message as messages

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from replay_patch.errors import RouteError, WireError
-from replay_patch.routes.checked_routes import CAUSES, MISMATCH, CheckedRoutes
-from replay_patch.routes.expert_ids import check_stored_ids, ids_dtype
+from replay_patch.routes import expert_ids
+from replay_patch.routes.expert_ids import CAUSES, MISMATCH, CheckedRoutes
 from replay_patch.routes.layer_axis import Layers
 from replay_patch.routes.wire import field_checks as checks
 
@@ -162,7 +162,7 @@ def from_message(message: Message) -> CheckedRoutes:
     if empty and bool(ids[:, empty].any()):
         raise WireError(f"places {empty} of the layer axis hold ids: expected zeros")
     try:
-        check_stored_ids(ids, captured, message.num_experts, empty, message.layers)
+        expert_ids.check_stored_ids(ids, captured, message.num_experts, empty, message.layers)
     except RouteError as error:
         raise WireError(str(error)) from None
     crc = checksum(message._replace(ids=array.astype(dtype, copy=False)))
@@ -222,7 +222,7 @@ def checksum(message: Message) -> int:
 
 def id_dtype(num_experts: int) -> Any:
     """The numpy dtype of ids in a message of so many experts, little-endian."""
-    return np.dtype(str(ids_dtype(num_experts)).removeprefix("torch.")).newbyteorder("<")
+    return np.dtype(str(expert_ids.ids_dtype(num_experts)).removeprefix("torch.")).newbyteorder("<")
 
 
 def bytes_of_bits(count: int) -> int:

@@ -4,12 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.token_layouts import padding_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from replay_patch import LayoutError, RouteBatch, RouteError, Routes, TokenLayout
-from replay_patch.routes.padding import fill_padding, padding_ids, router_masks
+from replay_patch.routes.padding import fill_padding, router_masks
 
 
 def spread(choices: Tensor, kinds: int) -> int:

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import token_layouts
-from helpers.token_layouts import Case
+from helpers.token_layouts import Case, padding_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from replay_patch import LayoutError, RouteBatch, RouteError, Routes, TokenLayout
-from replay_patch.routes.padding import padding_ids
 
 MOE_LAYERS = (2, 3, 5, 8)
 
