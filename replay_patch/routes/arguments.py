@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions of this package take."""
+"""Checks of arguments that several functions of this package take; `what` names one in errors."""
 
 import operator
 from collections.abc import Iterable
@@ -11,11 +11,7 @@ from replay_patch.errors import ReplayPatchError, RouteError
 
 
 def integer(what: str, value: Any, least: int, error: type[ReplayPatchError] = RouteError) -> int:
-    """`value` as an int that is at least `least`; bools and device tensors are none.
-
-    Raises:
-        ReplayPatchError: of the type `error`, anything else; `what` names the argument in it.
-    """
+    """`value` as an int from `least` on, else an error; bools and device tensors are none."""
     try:
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.device.type != "cpu"):
             raise TypeError("no integer, or one that is read only by waiting for the device")
@@ -42,12 +38,8 @@ def host_list(
     error: type[ReplayPatchError] = RouteError,
     hint: str = "",
 ) -> list[Any]:
-    """The entries of a list, array or host tensor; a tensor on a device is not waited for.
-
-    Raises:
-        ReplayPatchError: of the type `error`, anything else; `what` names the argument in it, and
-            `hint` says more of a tensor on a device.
-    """
+    """The entries of a list, array or host tensor, else an error; a tensor on a device is refused
+    rather than waited for, and `hint` says more of it."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         raise error(f"{what} is on {value.device}: expected host integers{hint}")
     entries = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
@@ -57,11 +49,7 @@ def host_list(
 
 
 def layer_numbers(what: str, value: Any) -> tuple[int, ...]:
-    """Distinct layer numbers, from 1 on.
-
-    Raises:
-        RouteError: anything else; `what` names the argument in it.
-    """
+    """Distinct layer numbers, from 1 on, else a RouteError."""
     entries = host_list(what, value, "layer numbers")
     numbers = tuple(integer(f"a layer number in {what}", number, 1) for number in entries)
     if len(set(numbers)) != len(numbers):
@@ -72,6 +60,6 @@ def layer_numbers(what: str, value: Any) -> tuple[int, ...]:
 def check_word(
     what: str, value: Any, *words: str, error: type[ReplayPatchError] = RouteError
 ) -> None:
-    """Raise an error of this type if `value` is none of the words; `what` names the argument."""
+    """Raise an error of this type if `value` is none of the words."""
     if value not in words:
         raise error(f"{what}={value!r}: expected {' or '.join(map(repr, words))}")

@@ -1,6 +1,5 @@
 """`RouteBatch`: the routes of several trajectories, kept together whatever is done to the batch."""
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
@@ -78,7 +77,7 @@ class RouteBatch(Sequence[Routes]):
                 f"ids has shape {list(dense.shape)}: expected [batch, sequence, layers, topk]"
             )
         tokens = _lengths("lengths", lengths, dense, [dense.shape[1]] * len(dense))
-        captured_tokens = tokens
+        captured_tokens = None
         if captured_lengths is not None:
             captured_tokens = _lengths("captured_lengths", captured_lengths, dense, tokens)
         check_word("padding_side", padding_side, "left", "right")
@@ -87,11 +86,11 @@ class RouteBatch(Sequence[Routes]):
         for number, length in enumerate(tokens):
             begin = 0 if padding_side == "right" else dense.shape[1] - length
             rows = dense[number, begin : begin + length]
-            captured = None
-            if captured_lengths is not None:
-                captured = np.arange(length) < captured_tokens[number]
-            make = functools.partial(Routes, captured=captured, layers=axis, on_invalid=on_invalid)
-            trajectories.append(_call_for_trajectory(number, make, rows, num_experts))
+            options: dict[str, Any] = {"layers": axis, "on_invalid": on_invalid}
+            if captured_tokens is not None:
+                options["captured"] = np.arange(length) < captured_tokens[number]
+            routes = _call_for_trajectory(number, Routes, rows, num_experts, **options)
+            trajectories.append(routes)
         return cls(trajectories)
 
     def select(self, indices: Any) -> "RouteBatch":
@@ -212,10 +211,10 @@ class RouteBatch(Sequence[Routes]):
         return f"<RouteBatch of {len(self)}>"
 
 
-def _call_for_trajectory(number: int, function: Any, *args: Any) -> Any:
+def _call_for_trajectory(number: int, function: Any, *args: Any, **options: Any) -> Any:
     """What a function returns for a trajectory; its errors say which one that is."""
     try:
-        return function(*args)
+        return function(*args, **options)
     except RouteError as error:
         raise RouteError(f"trajectory {number}: {error}") from None
 

@@ -51,10 +51,7 @@ def select_fields(
 
 def chosen_indices(indices: Any, count: int) -> list[int]:
     """Integers from 0 to count - 1, from integers or `count` bools: list, array or host tensor.
-
-    Raises:
-        RouteError: anything else; -1 too, which elsewhere means the last, and here nothing.
-    """
+    -1 is refused: elsewhere it means the last, and here nothing."""
     entries = host_list("indices", indices, "integers, or one bool for each trajectory")
     if entries and all(isinstance(entry, bool | np.bool_) for entry in entries):
         if len(entries) != count:

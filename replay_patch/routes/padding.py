@@ -38,23 +38,13 @@ def router_masks(routes: Sequence[Routes], layout: TokenLayout) -> RouterMasks:
     Raises:
         RouteError: routes that do not fit the sequences.
     """
-    holes = layout.align(~captured_tokens(routes, layout.lengths), False)
-    return RouterMasks(layout.padding_mask, holes)
-
-
-def captured_tokens(routes: Sequence[Routes], lengths: Sequence[int]) -> Tensor:
-    """bool [real tokens]: which have a captured route.
-
-    Raises:
-        RouteError: routes that do not fit the sequences, see `check_lengths`.
-    """
-    check_lengths(routes, lengths)
-    captured = torch.zeros(sum(lengths), dtype=torch.bool)
+    check_lengths(routes, layout.lengths)
+    is_hole = torch.ones(layout.num_tokens, dtype=torch.bool)
     first = 0
-    for trajectory, length in zip(routes, lengths, strict=True):
-        captured[first + trajectory.start : first + trajectory.end] = trajectory.captured
+    for trajectory, length in zip(routes, layout.lengths, strict=True):
+        is_hole[first + trajectory.start : first + trajectory.end] = ~trajectory.captured
         first += length
-    return captured
+    return RouterMasks(layout.padding_mask, layout.align(is_hole, False))
 
 
 def check_lengths(routes: Sequence[Routes], lengths: Sequence[int]) -> None:
@@ -82,9 +72,8 @@ def fill_padding(
     expert-parallel ranks; so does what is in one layer, and what is in all of them.
 
     Args:
-        ids: [L, R, K] on the host, of a dtype that can hold E experts; written to.
+        ids: [L, R, K] on the host, written to.
         rows: int64 [P], those of padding.
-        num_experts: E.
         ep_size: expert-parallel ranks; rank r has experts r * E / ep_size and the following.
         first: how many choices were made before; each layer goes on where the last one ended.
 

@@ -62,10 +62,8 @@ class Cut:
                     f"for cp_size={self.cp_size}, {self.cp_layout}; align must be a multiple of it"
                 )
             length = size // self.chunks
-            chunks = {rank}
-            if self.chunks > self.cp_size:
-                chunks.add(self.chunks - 1 - rank)
-            for chunk in sorted(chunks):
+            opposite = self.chunks - 1 - rank if self.chunks > self.cp_size else rank  # zigzag
+            for chunk in sorted({rank, opposite}):
                 positions.append(torch.arange(start + chunk * length, start + (chunk + 1) * length))
             start += size
         return torch.cat(positions) if positions else torch.arange(0)

@@ -99,11 +99,7 @@ def fill_holes(
 
 
 def cut(routes: CheckedRoutes, rows: slice) -> CheckedRoutes:
-    """Consecutive rows, as a copy that keeps nothing else alive.
-
-    Raises:
-        RouteError: no slice, or one with a step.
-    """
+    """Consecutive rows, as a copy that keeps nothing else alive; a RouteError for other slices."""
     if not isinstance(rows, slice) or rows.step not in (None, 1):
         raise RouteError(f"routes[{rows!r}]: expected a slice of consecutive rows, routes[a:b]")
     first, end, _ = rows.indices(len(routes.expert_ids))

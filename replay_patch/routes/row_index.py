@@ -95,14 +95,15 @@ def inverse(rows: Tensor, count: int) -> Tensor:
 
 def check_fill(fill: Any, dtype: Any) -> None:
     """Refuse a fill that would be wrapped, truncated or made True without a word."""
-    if isinstance(dtype, torch.dtype):
-        kind = "b" if dtype is torch.bool else "f"
-        if not (dtype.is_floating_point or dtype.is_complex or kind == "b"):
-            kind = "i"
-    else:
+    of_torch = isinstance(dtype, torch.dtype)
+    if not of_torch:
         kind = dtype.kind
+    elif dtype.is_floating_point or dtype.is_complex:
+        kind = "f"
+    else:
+        kind = "b" if dtype is torch.bool else "i"
     if kind in "iu":
-        limits: Any = torch.iinfo(dtype) if isinstance(dtype, torch.dtype) else np.iinfo(dtype)
+        limits: Any = torch.iinfo(dtype) if of_torch else np.iinfo(dtype)
         number = isinstance(fill, int | float | np.number) and math.isfinite(fill)
         fits = number and int(fill) == fill and limits.min <= fill <= limits.max
     elif kind == "b":

@@ -27,11 +27,7 @@ class Engine:
 
 
 def engine_named(name: str) -> Engine:
-    """The engine in the file of this name.
-
-    Raises:
-        RouteError: there is no such file.
-    """
+    """The engine in the file of this name; a RouteError if there is none."""
     check_word("engine", name, *engine_names())
     engine: Engine = importlib.import_module(f"{_PACKAGE}.{name}").ENGINE
     return engine

@@ -29,11 +29,7 @@ _KEYS |= {"empty_layers", "expert_ids", "captured", "notes", "crc32"}
 
 
 def to_dict(routes: CheckedRoutes) -> dict[str, Any]:
-    """Routes as a dict that every JSON library takes.
-
-    Raises:
-        WireError: more tokens or layers than a message may have.
-    """
+    """Routes as a JSON-safe dict; a WireError if they have more tokens or layers than fit."""
     message = messages.to_message(routes)
     return {
         "format": FORMAT,
@@ -53,11 +49,7 @@ def to_dict(routes: CheckedRoutes) -> dict[str, Any]:
 
 
 def from_dict(fields: Any) -> CheckedRoutes:
-    """The routes of a dict that came from elsewhere.
-
-    Raises:
-        WireError: it is not what `to_dict` gave.
-    """
+    """The routes of a dict from elsewhere; a WireError unless `to_dict` gave it."""
     if not isinstance(fields, dict):
         checks.refuse("the message", fields, "a dict, as to_wire() gives it")
     if set(fields) != _KEYS:

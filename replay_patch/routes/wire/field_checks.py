@@ -1,4 +1,7 @@
-"""Checks of the fields of a message: types, limits and sizes, before anything is allocated."""
+"""Checks of the fields of a message: types, limits and sizes, before anything is allocated.
+
+Each returns what is right, and raises WireError for anything else.
+"""
 
 import itertools
 import reprlib
@@ -18,11 +21,7 @@ _LIMITS = {
 
 
 def layer_axis(layers: Any, num_layers: int) -> Layers:
-    """`layers` of a message: "moe", "all" or one distinct number for each layer.
-
-    Raises:
-        WireError: anything else.
-    """
+    """`layers` of a message: "moe", "all" or one distinct number for each layer."""
     if type(layers) is str and layers in ("moe", "all"):
         return layers
     if type(layers) not in (list, tuple) or len(layers) != num_layers:
@@ -34,14 +33,8 @@ def layer_axis(layers: Any, num_layers: int) -> Layers:
 
 
 def empty_layers(empty: Any, layers: Any, num_layers: int) -> tuple[int, ...]:
-    """`empty_layers` of a message: increasing places on the layer axis, not all of them.
-
-    Args:
-        layers: of the same message; only "all" has empty ones.
-
-    Raises:
-        WireError: anything else.
-    """
+    """`empty_layers` of a message: increasing places on the layer axis, not all of them; none
+    unless its `layers` are "all"."""
     if type(empty) not in (list, tuple) or len(empty) >= max(1, num_layers):
         refuse("empty_layers", empty, f"fewer places than the {num_layers} layers")
     places = tuple(number("empty_layers", place, 0, num_layers - 1) for place in empty)
@@ -53,11 +46,7 @@ def empty_layers(empty: Any, layers: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def number(what: str, value: Any, least: int, most: int | None = None) -> int:
-    """An int from `least` to `most`; None: to the limit that a message has for this field.
-
-    Raises:
-        WireError: anything else, bools included.
-    """
+    """An int, no bool, from `least` to `most`; None: to the limit of a message for this field."""
     most = _LIMITS[what] if most is None else most
     if type(value) is not int or not least <= value <= most:
         refuse(what, value, f"an integer from {least} to {most}")

@@ -50,21 +50,13 @@ class Message(NamedTuple):
 
 
 def to_bytes(routes: CheckedRoutes) -> bytes:
-    """Routes as a header and arrays.
-
-    Raises:
-        WireError: more tokens or layers than a message may have.
-    """
+    """Routes as a header and arrays; a WireError if they have more tokens or layers than fit."""
     message = to_message(routes)
     return b"".join([packed_header(message), CRC.pack(message.crc), *bodies(message)])
 
 
 def from_bytes(message_bytes: Any) -> CheckedRoutes:
-    """The routes of bytes that came from elsewhere: bytes, bytearray or memoryview.
-
-    Raises:
-        WireError: it is not what `to_bytes` gave.
-    """
+    """The routes of bytes, a bytearray or a memoryview; a WireError unless `to_bytes` gave them."""
     if not isinstance(message_bytes, bytes | bytearray | memoryview):
         checks.refuse("the message", message_bytes, "bytes")
     try:
@@ -116,7 +108,7 @@ def from_bytes(message_bytes: Any) -> CheckedRoutes:
 
 
 def to_message(routes: CheckedRoutes) -> Message:
-    """The message of some routes; a WireError if they have more tokens or layers than one may."""
+    """The message of some routes; a WireError if they have more tokens or layers than fit."""
     tokens, num_layers, topk = routes.expert_ids.shape
     checks.number("tokens", tokens, 0)
     checks.number("layers", num_layers, 0)
@@ -137,12 +129,8 @@ def to_message(routes: CheckedRoutes) -> Message:
 
 
 def from_message(message: Message) -> CheckedRoutes:
-    """The routes of a message.
-
-    Raises:
-        WireError: ids that no router could have chosen, notes or bits that do not fit the tokens,
-            or another checksum.
-    """
+    """The routes of a message; a WireError for ids that no router could have chosen, notes or bits
+    that do not fit the tokens, or another checksum."""
     tokens, num_layers = message.tokens, message.num_layers
     captured = _captured(message)
     notes = None
