@@ -140,9 +140,12 @@ class Child:
             for line in lines:
                 if not line.endswith("\n"):  # it was killed in the middle of one
                     break
-                try:
-                    self._messages.put(json.loads(line))
-                except ValueError:  # printed before `parents_stdout`, by a sitecustomize, say
+                message = None
+                with contextlib.suppress(ValueError):
+                    message = json.loads(line)
+                if isinstance(message, dict):
+                    self._messages.put(message)
+                else:  # printed before `parents_stdout`, by a sitecustomize, say
                     self._last_lines.append(line.rstrip())
         self._process.wait()
         self._stderr.join(_STOP_SECONDS)  # something that it has left behind may hold it open

@@ -56,16 +56,18 @@ def _few(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 # --- progress -----------------------------------------------------------------------------------
 
+_count = 0
 _finished = 0
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    global _count
+    _count = len(session.items)
+
+
 def pytest_runtest_logfinish() -> None:
+    """Write "finished/all" where `tests/run.py` reads it."""
     global _finished
     _finished += 1
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Write "finished/all" where `tests/run.py` reads it."""
     if path := os.environ.get("TEST_PROGRESS"):
-        Path(path).write_text(f"{_finished}/{item.session.testscollected}")
+        Path(path).write_text(f"{_finished}/{_count}")

@@ -38,6 +38,7 @@ FEW_RELEASES = (OLDEST, "0.16.1", NEWEST)
 ONE_PROCESS_ONLY = ("0.12.3",)  # 0.12.0 is the same for process groups
 WITH_MINDSPEED = ("0.12.3", "0.18.2")  # the oldest and the newest minor that a MindSpeed is for
 HEARTBEAT_SECONDS = 30.0
+NO_TESTS = 5  # the exit code of a pytest that had none
 COUNTS = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
 
 
@@ -239,7 +240,8 @@ def run_pytest(run: Run, extra: Sequence[str], progress: Progress) -> Result:
     )
     # Errors come first: the last line of pytest's own output has the counts.
     output = f"{done.stderr if done.returncode else ''}{done.stdout}".strip() or "no output"
-    result = Result(done.returncode, output, time.monotonic() - started)
+    chosen = extra and done.returncode == NO_TESTS  # none here of those asked for, as by -k
+    result = Result(0 if chosen else done.returncode, output, time.monotonic() - started)
     progress.finish(run, result)
     return result
 

@@ -1,0 +1,1 @@
+"""`replay-patch demo`: `launch` runs the `experiment` in its own process; `report` shows it."""

@@ -1,5 +1,9 @@
 """Check this package against real Megatron-core releases, on any machine.
 
-`environments` fetches the releases, `cpu`, `tiny` and `attention` run them without a GPU.
+Megatron without a GPU: `cpu` and `ascend_bed` make it importable, `tiny` and `attention` are its
+models, `ranks` its processes. `replay-patch matrix`: `planning` and `environments` fetch what is
+asked for, `runner` starts a process of `cells` for each, which forks `cell_processes` for the
+`checks`, and `report` shows what they say. `fingerprints_on_bed` compares with tested releases.
+
 Nothing here is imported by the plugin itself, and importing it changes nothing.
 """

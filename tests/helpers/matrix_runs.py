@@ -69,7 +69,7 @@ def during(
     leaves: str = "",
     **env: str,
 ) -> Done:
-    """The same, and `act` on the process while it runs; its stderr is a pipe that may be read.
+    """`run`, and call `act` with the process while it runs; its stderr is a pipe that may be read.
 
     Args:
         leaves: names, as of glob, of temporary files that are not ours.

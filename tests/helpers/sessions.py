@@ -48,7 +48,7 @@ class Batch:
 
 
 def batches(replica: int, layers: int = LAYERS) -> list[Batch]:
-    """The same for every call."""
+    """Of one training step; every call with these arguments gives equal ones."""
     generator = torch.Generator().manual_seed(100 + replica)
     return [_batch(generator, number, layers) for number in range(MICROBATCHES)]
 

@@ -153,7 +153,7 @@ def dense_and_mtp() -> list[str]:
 
 
 def dense_and_mtp_in_training() -> list[str]:
-    """The same with SkyRL's own pass of the MTP block, and recompute."""
+    """One dense layer and one MTP block, with SkyRL's own pass of the block, and recompute."""
     made, calls = model(num_layers=3, moe_layer_freq=[0, 1, 1], mtp_num_layers=1, **RECOMPUTE)
     skyrl_trainer.module("backends.skyrl_train.mtp.native_loss_patch").disable_native_mtp_loss()
     skyrl_trainer.run(skyrl_trainer.wrapper([made]), batches(3))
@@ -365,7 +365,7 @@ def sequence_parallel_on() -> list[str]:
 
 
 def sequence_parallel_unpacked() -> list[str]:
-    """The same with two sequences side by side."""
+    """Each rank has one half of the rows of two sequences side by side."""
     return _on_two_ranks(_tensor_parallel, True, True, HOLES)
 
 

@@ -5,6 +5,7 @@ a real token, counted without padding.
 """
 
 import importlib
+import json
 import re
 import sys
 import typing
@@ -242,3 +243,12 @@ def wrong(
     if max(load) - min(load) > 1:
         out.append(f"load of padding {load}")
     return out
+
+
+def import_error() -> None:
+    """Print why SkyRL cannot be imported on this Megatron."""
+    prepare()
+    try:
+        module("backends.skyrl_train.distributed.megatron.megatron_utils")
+    except ImportError as error:
+        print(json.dumps(str(error)))

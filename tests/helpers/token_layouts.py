@@ -33,7 +33,7 @@ class Case:
         return dataclasses.replace(self, cut=self.cut | {"cp_rank": cp_rank, "tp_rank": tp_rank})
 
     def ranks(self) -> "list[Case]":
-        """The same on each context-parallel rank."""
+        """This case on each context-parallel rank."""
         return [self.on(rank, self.cut["tp_rank"]) for rank in range(self.cut["cp_size"])]
 
     @property

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +12,8 @@ from helpers import virtual_environments
 import replay_patch
 
 ROOT = Path(__file__).parents[2]
+JOBS = str(ROOT / "tests" / "programs" / "install" / "jobs.py")
 STANDINS = str(ROOT / "replay_patch" / "matrix" / "standins")
-REPORT = """
-import os, sys, torch, replay_patch
-status = replay_patch.status()
-def report(who):
-    sys.stdout.write(f"{who} {status.active} {status.trigger}\\n")
-    sys.stdout.flush()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -64,58 +57,27 @@ class Python:
         )
 
 
-def job(tmp_path: Path, code: str) -> str:
-    path = tmp_path / "job.py"
-    path.write_text(REPORT + textwrap.dedent(code))
-    return str(path)
-
-
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stderr
     return sorted(line for line in done.stdout.splitlines() if "torch.backends" in line)
 
 
-def test_the_parent_and_its_spawned_and_forked_children(installed: Python, tmp_path: Path) -> None:
-    code = """
-        import multiprocessing
-        if __name__ == "__main__":
-            report("parent")
-            for method in ("spawn", "fork"):
-                child = multiprocessing.get_context(method).Process(target=report, args=(method,))
-                child.start()
-                child.join()
-    """
-
-    out = lines(installed(job(tmp_path, code), REPLAY_PATCH="1"))
+def test_the_parent_and_its_spawned_and_forked_children(installed: Python) -> None:
+    out = lines(installed(JOBS, "children", REPLAY_PATCH="1"))
 
     assert out == [f"{who} True torch.backends" for who in ("fork", "parent", "spawn")]
 
 
-def test_the_ranks_of_torchrun(installed: Python, tmp_path: Path) -> None:
-    script = job(tmp_path, "report('rank' + os.environ['RANK'])")
+def test_the_ranks_of_torchrun(installed: Python) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
-    out = lines(installed(*torchrun, "--master-port", "0", script, REPLAY_PATCH="1"))
+    out = lines(installed(*torchrun, "--master-port", "0", JOBS, "rank", REPLAY_PATCH="1"))
 
     assert out == ["rank0 True torch.backends", "rank1 True torch.backends"]
 
 
-def test_a_ray_actor(installed: Python, tmp_path: Path) -> None:
-    code = """
-        import ray
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False,
-                 runtime_env={"env_vars": {"REPLAY_PATCH": "1"}})
-        @ray.remote
-        class Actor:
-            def state(self):
-                import torch, replay_patch
-                s = replay_patch.status()
-                return f"actor {s.active} {s.trigger}"
-        print(ray.get(Actor.remote().state.remote()))
-        ray.shutdown()
-    """
-
-    out = lines(installed(job(tmp_path, code), RAY_DISABLE_IMPORT_WARNING="1"))
+def test_a_ray_actor(installed: Python) -> None:
+    out = lines(installed(JOBS, "actor", RAY_DISABLE_IMPORT_WARNING="1"))
 
     assert out == ["actor True torch.backends"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import interpreters, matrix_runs
 from helpers.matrix_runs import OF_MEGATRON, RELEASES
+from programs.matrix import patch_states
 
 from replay_patch.matrix.checks import CHECKS
 from replay_patch.patching.registry import patches
@@ -23,14 +24,8 @@ STANDIN = ("--mindspeed-path", f"{Path(__file__).parents[1] / 'standins'}={RELEA
 @functools.cache
 def needed(release: str) -> frozenset[str]:
     """The patches that are active on this release, and not just there."""
-    code = """
-        import importlib, json, replay_patch
-        from replay_patch.patching.registry import megatron_modules
-        for module in megatron_modules():
-            importlib.import_module(module)
-        print(json.dumps({patch.name: patch.state for patch in replay_patch.status().patches}))
-    """
-    states = interpreters.run(code, bed=True, path=matrix_runs.release(release), REPLAY_PATCH="1")
+    megatron = matrix_runs.release(release)
+    states = interpreters.run(patch_states.states, bed=True, path=megatron, REPLAY_PATCH="1")
     assert set(states.values()) == {"active", "not needed"}
     return frozenset(name for name, state in states.items() if state == "active")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ("", "on_mindspeed", "programs/install", "programs/patching")
 OURS = {"helpers", "programs", "standins"}
 FRIENDS = {"apex", "mbridge", "megatron", "mindspeed", "sglang", "skyrl", "skyrl_gym"}
 FRIENDS |= {"torch_npu", "transformer_engine", "verl", "vllm"}
@@ -29,11 +30,13 @@ def test_this_test_sees_a_folder_that_hides_one(tmp_path: Path) -> None:
 
 
 def on_the_path() -> list[Path]:
-    """The folder of `tests/run.py`, which Python puts first, and pytest's `pythonpath`."""
+    """pytest's `pythonpath`, and the folders of programs that are run by their path, which Python
+    puts first."""
     tomllib = pytest.importorskip("tomllib")  # from Python 3.11
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
     named = [ROOT / name for name in settings["ini_options"]["pythonpath"]]
-    return list(dict.fromkeys([ROOT / "tests", *named]))
+    scripts = [ROOT / "tests" / name for name in SCRIPTS]
+    return list(dict.fromkeys([*named, *scripts]))
 
 
 def hidden(folder: Path) -> set[str]:

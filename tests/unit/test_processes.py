@@ -65,12 +65,12 @@ def test_messages_come_in_order_and_what_is_printed_is_kept_apart(talker: Any) -
     noise = "print('noise', flush=True); print(file=sys.stderr); print('last', file=sys.stderr)\n"
     code = MESSAGES + noise + "print('{\"n\": 1}', '{\"n\": 2}', sep='\\n', file=out)"
 
-    with talker(f"print('no message', flush=True)\n{code}") as child:
+    with talker(f"print('no message', flush=True); print(3, flush=True)\n{code}") as child:
         messages = [child.next_message(60) for _ in range(3)]
 
     assert messages == [{"n": 1}, {"n": 2}, None]
     assert child.exit_code == 0
-    assert sorted(child.last_lines()) == ["last", "no message", "noise"]
+    assert sorted(child.last_lines()) == ["3", "last", "no message", "noise"]
     assert child.last_lines(1) in (["last"], ["noise"])
 
 

@@ -27,17 +27,17 @@ def tampered() -> str:
     from replay_patch.demo.experiment import run
     from replay_patch.demo.model import Sizes
     from replay_patch.errors import ReplayPatchError
-    from replay_patch.replay import router_replay
+    from replay_patch.replay import router_replay, selection
 
-    original = router_replay.choose
+    original = router_replay.ask
 
-    def choose(
+    def ask(
         replay: Any, scores: Any, topk: int, num_groups: Any, group_topk: Any, native: Any
     ) -> Any:
         original(replay, scores, topk, num_groups, group_topk, native)  # keeps all its books
         return native(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
-    router_replay.choose = choose
+    router_replay.ask = selection.ask = ask  # ours, and Megatron's own with our patch on it
     try:
         run(0, Sizes(**SIZES))
     except ReplayPatchError as error:

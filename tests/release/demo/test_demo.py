@@ -12,8 +12,9 @@ import pytest
 from helpers import interpreters
 from programs.demo import small_job
 
-from replay_patch.demo.launch import MEASURES, format_demo, run_demo
+from replay_patch.demo.launch import run_demo
 from replay_patch.demo.model import SIZES
+from replay_patch.demo.report import MEASURES, format_demo
 from replay_patch.errors import ReplayPatchError
 from replay_patch.matrix.environments import NEWEST
 

@@ -2,15 +2,14 @@
 
 import base64
 import json
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
 import torch
+from helpers import interpreters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.routes import without_megatron
 
 from replay_patch import Routes, WireError
 from replay_patch.routes.wire import base64_text
@@ -168,13 +167,4 @@ def test_both_base64_libraries_agree(monkeypatch: Any) -> None:
 
 
 def test_megatron_is_not_imported() -> None:
-    code = """
-        import sys
-        from replay_patch import Routes
-        ids = [[[0, 1]], [[2, 3]]]
-        routes = Routes.from_engine(ids, engine="vllm", num_experts=8, num_tokens=3)
-        again = Routes.from_wire(routes.append(routes).to_wire())
-        assert Routes.from_bytes(again.to_bytes()).num_tokens == 2
-        assert not [m for m in sys.modules if m.split(".")[0] in ("megatron", "vllm", "sglang")]
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    assert interpreters.run(without_megatron.round_trip) == [2, []]
