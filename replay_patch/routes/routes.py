@@ -268,15 +268,15 @@ class Routes(CheckedRoutes):
         Raises:
             RouteError: it cannot be understood without guessing, or is invalid.
         """
-        rest = start, missing, dtype, choice, max_run
+        optional = start, missing, dtype, choice, max_run
         options = PayloadOptions(
-            num_experts, num_tokens, on_invalid, topk, num_layers, layers, *rest
+            num_experts, num_tokens, on_invalid, topk, num_layers, layers, *optional
         )
         return cls._of(response_routes(payload, engine, options, name))
 
     @classmethod
     def _of(cls, checked: CheckedRoutes, **fields: Any) -> "Routes":
-        """Without a second check, perhaps with other fields; else a `Routes` is itself."""
+        """Without a second check, with these fields replaced; a `Routes` itself if none is."""
         if isinstance(checked, Routes) and not fields:
             return checked
         new = cls.__new__(cls)
