@@ -5,9 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.settings import PREFIX, variables
 
 _MODULE = "skyrl.train.utils.utils"

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.megatron import expert_bias_mask  # it asks Megatron the same question
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _MODULE = "skyrl.backends.skyrl_train.utils.replay_utils"
 _NAME = "patch_topk_router_expert_bias_padding_mask"

@@ -7,9 +7,7 @@ from typing import Any
 
 from replay_patch.errors import RouteError
 from replay_patch.patches.skyrl._batches import FIELD, REPLAY_FORWARD, check_form, microbatch
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 _WRAPPER = f"{_MODULE}:MegatronModelWrapper"

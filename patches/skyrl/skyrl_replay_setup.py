@@ -15,9 +15,7 @@ from replay_patch.patches.skyrl._batches import (
     check_form,
     microbatch,
 )
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.refusals import installed_megatron
 
 

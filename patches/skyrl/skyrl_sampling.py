@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.skyrl._batches import FIELD
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _MODULE = "skyrl.train.utils.trainer_utils"
 _NAMES = ("filter_generator_output", "handle_replace_sampling")

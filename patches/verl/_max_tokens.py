@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
+from replay_patch.patching import Transaction, probe
 from replay_patch.patching.rebinding import with_globals
-from replay_patch.patching.transaction import Transaction
 
 HOW = (
     "`generate` is given `max_tokens`: the caller's if it says one, else `response_length` or what "

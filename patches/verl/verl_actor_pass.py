@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.verl import _passes
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import content
-from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.workers.actor.megatron_actor"
 _ACTOR = f"{_MODULE}:MegatronPPOActor"

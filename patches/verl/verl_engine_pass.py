@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.verl import _passes
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _MODULE = "verl.workers.engine.megatron.transformer_impl"
 _PASS = f"{_MODULE}:MegatronEngine.forward_backward_batch"

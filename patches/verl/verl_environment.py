@@ -6,10 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import Instead, with_globals
-from replay_patch.patching.transaction import Transaction
 from replay_patch.settings import PREFIX, variables
 
 _MODULE = "verl.trainer.constants_ppo"

@@ -4,7 +4,7 @@ for 0 tokens, which vLLM refuses."""
 import functools
 
 from replay_patch.patches.verl import _max_tokens
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch
 
 _MODULE = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 _SERVERS = (f"{_MODULE}:vLLMHttpServerBase", f"{_MODULE}:vLLMHttpServer")  # 0.7.0, later

@@ -4,7 +4,7 @@ for 0 tokens, and then gets a log-probability without a token."""
 import functools
 
 from replay_patch.patches.verl import _max_tokens
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch
 
 _MODULE = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 _SERVERS = (f"{_MODULE}:SGLangHttpServer",)

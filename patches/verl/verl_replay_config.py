@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.errors import SettingsError
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _MODULE = "verl.utils.config"
 _NAME = "validate_config"

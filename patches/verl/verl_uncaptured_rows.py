@@ -5,10 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import Instead, with_globals
-from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.workers.utils.padding"
 _NAME = "left_right_2_no_padding"

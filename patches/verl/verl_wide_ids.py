@@ -3,8 +3,7 @@
 import sys
 
 from replay_patch.patches.verl._passes import casts_to_uint8, wide_ids
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction
 
 _MODULE = "verl.utils.megatron.router_replay_utils"
 _NAME = "merge_router_topk_indices"
