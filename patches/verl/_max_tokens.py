@@ -67,6 +67,7 @@ def _apply(transaction: Transaction, servers: tuple[str, ...], spare: int) -> No
 
 
 def _bounded_generate(original: Callable[..., Any], spare: int) -> Callable[..., Any]:
+    """`generate` with `max_tokens` set, as the patch's `how` says."""
     from replay_patch.routes.trajectory import flat
 
     signature = inspect.signature(original)
