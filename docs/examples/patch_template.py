@@ -10,9 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 # Only strings: importing this file must import nothing of the library.
 _MODULE = "acme.losses"

@@ -11,9 +11,7 @@ from typing import Any
 
 from replay_patch.megatron.ascend import is_of_mindspeed
 from replay_patch.megatron.config import REPLAY_FIELDS
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.wrappers import chain
 
 _MODULE = "megatron.core.transformer.transformer_config"

@@ -4,9 +4,7 @@ back."""
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import activation, probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, activation, probe
 from replay_patch.patching.wrappers import module_of
 
 _MODULE = "mindspeed.patch_utils"

@@ -3,9 +3,7 @@ of 0.14 can be asked, raises AttributeError in training."""
 
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import Instead
-from replay_patch.patching.transaction import Transaction
 
 _MODULE = "megatron.core.transformer.transformer_block"
 _BLOCK = f"{_MODULE}:TransformerBlock"

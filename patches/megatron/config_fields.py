@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.megatron.config import replay_enabled
-from replay_patch.patching import activation, probe
-from replay_patch.patching.patch import REPLAYING, Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import REPLAYING, Patch, Transaction, activation, probe
 from replay_patch.patching.wrappers import chain
 
 _MODULE = "megatron.core.transformer.transformer_config"

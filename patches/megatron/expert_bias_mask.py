@@ -5,9 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.wrappers import module_of
 from replay_patch.refusals import installed_megatron
 

@@ -4,9 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUTER = "megatron.core.transformer.moe.router"

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.megatron.layer_placement import placement
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import Instead, with_globals
-from replay_patch.patching.transaction import Transaction
 from replay_patch.refusals import installed_megatron
 
 _LAYER = "megatron.core.transformer.transformer_layer"

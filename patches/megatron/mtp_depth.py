@@ -4,9 +4,7 @@ layers, and replay their experts."""
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 _BLOCK = f"{_MODULE}:MultiTokenPredictionBlock"

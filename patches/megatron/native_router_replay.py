@@ -4,9 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.megatron import router_replay_module
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _MODULE = "megatron.core.transformer.moe.router_replay"
 _CLASS = f"{_MODULE}:RouterReplay"

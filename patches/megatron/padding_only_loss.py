@@ -5,10 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import with_globals
-from replay_patch.patching.transaction import Transaction
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUTER = "megatron.core.transformer.moe.router"

@@ -5,9 +5,7 @@ from typing import Any
 
 from replay_patch.megatron.ascend import refuse_features
 from replay_patch.megatron.config import replay_enabled
-from replay_patch.patching import activation, probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, activation, probe
 
 _MODULE = "megatron.core.transformer.moe.router"
 _BASE = f"{_MODULE}:Router"

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.megatron.config import replay_enabled, router_cuda_graph, router_fusion
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.refusals import installed_megatron
 
 _MODULE = "megatron.core.transformer.moe.router"

@@ -7,8 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction
 
 _MODULE = "megatron.core.transformer.moe.router_replay"
 _ROUTER = "megatron.core.transformer.moe.router"

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import globals_of, with_globals
-from replay_patch.patching.transaction import Transaction
 from replay_patch.refusals import installed_megatron
 
 if TYPE_CHECKING:

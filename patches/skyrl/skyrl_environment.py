@@ -1,29 +1,22 @@
 """Without this patch REPLAY_PATCH, set for the driver, does not reach SkyRL's Ray workers: the
 models train without this plugin."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 from replay_patch.settings import PREFIX, variables
 
 _MODULE = "skyrl.train.utils.utils"
-_NAME = "prepare_runtime_environment"
+_TARGET = f"{_MODULE}:prepare_runtime_environment"
 
 
 def _needed() -> tuple[bool, str]:
-    if probe.find(f"{_MODULE}:{_NAME}") is None:
+    if probe.find(_TARGET) is None:
         return False, "this release makes no environment for its workers"
     # Read and not called: it wants the whole configuration, logs, and may start Ray.
-    listed = PREFIX in probe.constants(f"{_MODULE}:{_NAME}")
+    listed = PREFIX in probe.constants(_TARGET)
     return not listed, f"its list of what workers get {'has' if listed else 'lacks'} our variables"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _forwarding_runtime_environment)
 
 
 def _forwarding_runtime_environment(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +29,7 @@ def _forwarding_runtime_environment(original: Callable[..., Any]) -> Callable[..
 PATCH = Patch(
     name="skyrl_environment",
     library="skyrl",
-    targets=(f"{_MODULE}:{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="skyrl",
     why=(
@@ -48,5 +41,5 @@ PATCH = Patch(
     upstream="none: it follows from this plugin's own need for its variables",
     remove_when="SkyRL hands on the driver's variables",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: _forwarding_runtime_environment}),
 )

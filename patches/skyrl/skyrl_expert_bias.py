@@ -1,26 +1,19 @@
 """Without this patch SkyRL's correction of the expert bias fails where Megatron, or a patch of
 ours, has made the same correction already."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.megatron import expert_bias_mask  # it asks Megatron the same question
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 
 _MODULE = "skyrl.backends.skyrl_train.utils.replay_utils"
-_NAME = "patch_topk_router_expert_bias_padding_mask"
+_TARGET = f"{_MODULE}:patch_topk_router_expert_bias_padding_mask"
 
 
 def _needed() -> tuple[bool, str]:
-    has_it = probe.find(f"{_MODULE}:{_NAME}") is not None
+    has_it = probe.find(_TARGET) is not None
     return has_it, f"this release {'corrects' if has_it else 'does not touch'} the expert bias"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _correction_where_needed)
 
 
 def _correction_where_needed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +27,7 @@ def _correction_where_needed(original: Callable[..., Any]) -> Callable[..., Any]
 PATCH = Patch(
     name="skyrl_expert_bias",
     library="skyrl",
-    targets=(f"{_MODULE}:{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="skyrl",
     why=(
@@ -49,5 +42,5 @@ PATCH = Patch(
     upstream="none: the fault is on SkyRL's main branch, and in no release yet",
     remove_when="SkyRL asks before it patches",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: _correction_where_needed}),
 )

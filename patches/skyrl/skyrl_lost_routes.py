@@ -5,23 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.skyrl._batches import FIELD, refuse_missing
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 
 _MODULE = "skyrl.train.trainer"
-_TRAINER = f"{_MODULE}:RayPPOTrainer"
-_NAME = "convert_to_training_input"
+_TARGET = f"{_MODULE}:RayPPOTrainer.convert_to_training_input"
 
 
 def _needed() -> tuple[bool, str]:
     # Read and not called: it wants a trainer, and logs.
-    takes = FIELD in probe.constants(f"{_TRAINER}.{_NAME}")
+    takes = FIELD in probe.constants(_TARGET)
     return takes, f"it {'takes a batch without' if takes else 'does not know'} {FIELD}"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap(probe.find(_TRAINER), _NAME, _checked_convert_to_training_input)
 
 
 def _checked_convert_to_training_input(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +33,7 @@ def _checked_convert_to_training_input(original: Callable[..., Any]) -> Callable
 PATCH = Patch(
     name="skyrl_lost_routes",
     library="skyrl",
-    targets=(f"{_TRAINER}.{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="skyrl",
     why=(
@@ -51,5 +44,5 @@ PATCH = Patch(
     upstream="none known for 0.3.0, the release that this was written for",
     remove_when="SkyRL refuses such a batch",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: _checked_convert_to_training_input}),
 )

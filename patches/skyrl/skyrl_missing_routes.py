@@ -2,26 +2,19 @@
 routing, and nothing says so."""
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.skyrl._batches import FIELD, refuse_missing
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 
 _MODULE = "skyrl.train.dataset.preprocess"
-_NAME = "convert_prompts_responses_to_batch_tensors"
+_TARGET = f"{_MODULE}:convert_prompts_responses_to_batch_tensors"
 
 
 def _needed() -> tuple[bool, str]:
-    takes = FIELD in probe.parameters(f"{_MODULE}:{_NAME}")
+    takes = FIELD in probe.parameters(_TARGET)
     return takes, f"samples without routes get {'zeros' if takes else 'nothing'}"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _checked_convert_to_tensors)
 
 
 def _checked_convert_to_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +31,7 @@ def _checked_convert_to_tensors(original: Callable[..., Any]) -> Callable[..., A
 PATCH = Patch(
     name="skyrl_missing_routes",
     library="skyrl",
-    targets=(f"{_MODULE}:{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="skyrl",
     why=(
@@ -49,5 +42,5 @@ PATCH = Patch(
     upstream="none known for 0.3.0, the release that this was written for",
     remove_when="SkyRL refuses such samples",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: _checked_convert_to_tensors}),
 )

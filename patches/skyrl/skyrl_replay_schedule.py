@@ -7,30 +7,24 @@ from typing import Any
 
 from replay_patch.errors import RouteError
 from replay_patch.patches.skyrl._batches import FIELD, REPLAY_FORWARD, check_form, microbatch
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 _WRAPPER = f"{_MODULE}:MegatronModelWrapper"
 _SCHEDULES = ("forward", "forward_backward_mini_batch")
+_TARGETS = tuple(f"{_WRAPPER}.{name}" for name in _SCHEDULES)
 
 _log = logging.getLogger(__name__)
 
 
 def _needed() -> tuple[bool, str]:
-    schedules = [probe.find(f"{_WRAPPER}.{name}") for name in _SCHEDULES]
+    schedules = [*map(probe.find, _TARGETS)]
     if None in schedules:
         raise LookupError(f"MegatronModelWrapper has not both of {', '.join(_SCHEDULES)}")
     if not any(REPLAY_FORWARD in probe.names_used(schedule) for schedule in schedules):
         return False, "its forward steps set up no replay"
     check_form()
     return True, "its forward steps set up replay for all chunks, and only where there are routes"
-
-
-def _apply(transaction: Transaction) -> None:
-    for name in _SCHEDULES:
-        transaction.wrap(probe.find(_WRAPPER), name, _replaying_schedule)
 
 
 def _replaying_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +97,7 @@ def _replaying_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="skyrl_replay_schedule",
     library="skyrl",
-    targets=tuple(f"{_WRAPPER}.{name}" for name in _SCHEDULES),
+    targets=_TARGETS,
     modules=(_MODULE,),
     requires="skyrl",
     why=(
@@ -121,5 +115,5 @@ PATCH = Patch(
     upstream="none known for 0.3.0, the release that this was written for",
     remove_when="SkyRL replays by chunk and by schedule itself",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at(dict.fromkeys(_TARGETS, _replaying_schedule)),
 )

@@ -15,10 +15,10 @@ from replay_patch.patches.skyrl._batches import (
     check_form,
     microbatch,
 )
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 from replay_patch.refusals import installed_megatron
+
+_FORWARD, _BACKWARD = f"{REPLAY_MODULE}:{REPLAY_FORWARD}", f"{REPLAY_MODULE}:{REPLAY_BACKWARD}"
 
 
 def _needed() -> tuple[bool, str]:
@@ -36,12 +36,6 @@ def _needed() -> tuple[bool, str]:
 def _takes_routers_by_position() -> bool:
     functions = filter(inspect.isfunction, vars(sys.modules[REPLAY_MODULE]).values())
     return any("global_router_replay_instances" in probe.names_used(each) for each in functions)
-
-
-def _apply(transaction: Transaction) -> None:
-    module = sys.modules[REPLAY_MODULE]
-    transaction.wrap_everywhere(module, REPLAY_FORWARD, lambda _: _set_up_forward)
-    transaction.wrap_everywhere(module, REPLAY_BACKWARD, lambda _: _set_up_backward)
 
 
 # --- what SkyRL calls ---------------------------------------------------------------------------
@@ -136,7 +130,7 @@ def _entries(layers: Sequence[int]) -> list[Any]:
 PATCH = Patch(
     name="skyrl_replay_setup",
     library="skyrl",
-    targets=(f"{REPLAY_MODULE}:{REPLAY_FORWARD}", f"{REPLAY_MODULE}:{REPLAY_BACKWARD}"),
+    targets=(_FORWARD, _BACKWARD),
     modules=(REPLAY_MODULE,),
     requires="skyrl",
     why=(
@@ -156,5 +150,5 @@ PATCH = Patch(
     upstream="none known for 0.3.0; SkyRL's main branch has changed these functions",
     remove_when="SkyRL finds rows and routers by what they are",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_FORWARD: lambda _: _set_up_forward, _BACKWARD: lambda _: _set_up_backward}),
 )

@@ -1,21 +1,18 @@
 """Without this patch SkyRL's dynamic sampling loses the routes of the samples that it keeps, or
 leaves a new sample those of the one it replaces."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.skyrl._batches import FIELD
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 
 _MODULE = "skyrl.train.utils.trainer_utils"
-_NAMES = ("filter_generator_output", "handle_replace_sampling")
+_FILTER, _REPLACE = f"{_MODULE}:filter_generator_output", f"{_MODULE}:handle_replace_sampling"
 
 
 def _needed() -> tuple[bool, str]:
-    filtering, replacing = (probe.find(f"{_MODULE}:{name}") for name in _NAMES)
+    filtering, replacing = probe.find(_FILTER), probe.find(_REPLACE)
     if filtering is None or replacing is None:
         return False, "this release samples in another way"
     fields = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", FIELD)
@@ -25,11 +22,6 @@ def _needed() -> tuple[bool, str]:
     names_it = FIELD in probe.constants(replacing)
     wrong = kept != [[1]] or not names_it
     return wrong, f"routes {'do not ' if wrong else ''}follow their samples"
-
-
-def _apply(transaction: Transaction) -> None:
-    for name, make in zip(_NAMES, (_filter_with_routes, _replace_with_routes), strict=True):
-        transaction.wrap_everywhere(sys.modules[_MODULE], name, make)
 
 
 def _filter_with_routes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +53,7 @@ def _replace_with_routes(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="skyrl_sampling",
     library="skyrl",
-    targets=tuple(f"{_MODULE}:{name}" for name in _NAMES),
+    targets=(_FILTER, _REPLACE),
     modules=(_MODULE,),
     requires="skyrl",
     why=(
@@ -73,5 +65,5 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/issues/1908",
     remove_when="SkyRL copies all fields of a sample",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_FILTER: _filter_with_routes, _REPLACE: _replace_with_routes}),
 )

@@ -3,23 +3,54 @@
 A response of known length limit gives `routed_experts` one shape.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import with_globals
-from replay_patch.patching.transaction import Transaction
 
-HOW = (
-    "`generate` is given `max_tokens`: the caller's if it says one, else `response_length` or what "
-    "is left of prompt and response together; no more than fits into the model's context, and no "
-    "less than 1. Where nothing fits, verl's own answer stands."
-)
 _KEYS = ("max_tokens", "max_new_tokens")
 
 
-def needed(servers: tuple[str, ...]) -> tuple[bool, str]:
+def max_tokens_patch(
+    name: str,
+    engine: str,
+    module: str,
+    classes: tuple[str, ...],
+    why: str,
+    upstream: str,
+    spare: int,
+) -> Patch:
+    """The patch of one engine's servers. `spare`: tokens of the context that stay empty."""
+    servers = tuple(f"{module}:{cls}" for cls in classes)
+    return Patch(
+        name=name,
+        library="verl",
+        targets=tuple(f"{server}.generate" for server in servers),
+        modules=(module,),
+        requires="verl",
+        why=(
+            "verl 0.7.0 lets a response be as much longer as its prompt is shorter than the "
+            "longest one: `routed_experts` has rows for tokens that are cut off afterwards, and no "
+            f"common shape. {why}"
+        ),
+        how=(
+            "`generate` is given `max_tokens`: the caller's if it says one, else `response_length` "
+            "or what is left of prompt and response together; no more than fits into the model's "
+            "context, and no less than 1. Where nothing fits, verl's own answer stands."
+        ),
+        upstream=upstream,
+        remove_when=(
+            f"every supported verl asks {engine} for 1 ... response_length tokens by itself"
+        ),
+        needed=functools.partial(_needed, servers),
+        apply=functools.partial(_apply, servers=servers, spare=spare),
+    )
+
+
+def _needed(servers: tuple[str, ...]) -> tuple[bool, str]:
     """Whether a server asks for more than it may, or for nothing."""
     owners = _owners(servers)
     for owner in owners:
@@ -30,14 +61,13 @@ def needed(servers: tuple[str, ...]) -> tuple[bool, str]:
     return False, reason if owners else f"no generate() that is known in {', '.join(servers)}"
 
 
-def apply(transaction: Transaction, servers: tuple[str, ...], spare: int) -> None:
-    """Bound what is asked for. `spare`: tokens of the context that stay empty."""
+def _apply(transaction: Transaction, servers: tuple[str, ...], spare: int) -> None:
     for owner in _owners(servers):
-        transaction.wrap(owner, "generate", lambda original: bounded_generate(original, spare))
+        transaction.wrap(owner, "generate", lambda original: _bounded_generate(original, spare))
 
 
-def bounded_generate(original: Callable[..., Any], spare: int) -> Callable[..., Any]:
-    """`generate` with `max_tokens` set; see HOW."""
+def _bounded_generate(original: Callable[..., Any], spare: int) -> Callable[..., Any]:
+    """`generate` with `max_tokens` set, as the patch's `how` says."""
     from replay_patch.routes.trajectory import flat
 
     signature = inspect.signature(original)

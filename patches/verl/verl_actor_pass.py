@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.verl import _passes
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, wrappers_at
 from replay_patch.patching.rebinding import content
-from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.workers.actor.megatron_actor"
 _ACTOR = f"{_MODULE}:MegatronPPOActor"
@@ -19,12 +17,6 @@ _PASS, _RECORD = "forward_backward_batch", "compute_log_prob"
 def _needed() -> tuple[bool, str]:
     clears = _passes.clears_in_finally(f"{_ACTOR}.{_PASS}")
     return not clears, f"{_PASS} has {'a' if clears else 'no'} finally"
-
-
-def _apply(transaction: Transaction) -> None:
-    actor = probe.find(_ACTOR)
-    transaction.wrap(actor, _PASS, _checked_forward_backward_batch)
-    transaction.wrap(actor, _RECORD, _wide_compute_log_prob)
 
 
 def _wide_compute_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,5 +74,10 @@ PATCH = Patch(
     upstream="verl 0.8 has no such actor",
     remove_when="0.7 is no longer supported",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at(
+        {
+            f"{_ACTOR}.{_PASS}": _checked_forward_backward_batch,
+            f"{_ACTOR}.{_RECORD}": _wide_compute_log_prob,
+        }
+    ),
 )

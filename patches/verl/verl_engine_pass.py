@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_patch.patches.verl import _passes
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 
 _MODULE = "verl.workers.engine.megatron.transformer_impl"
 _PASS = f"{_MODULE}:MegatronEngine.forward_backward_batch"
@@ -23,11 +21,6 @@ def _needed() -> tuple[bool, str]:
         f"forward_backward_batch has {'a' if clears else 'no'} finally that clears, and routes "
         f"{'are' if formats else 'are not'} laid out by data_format"
     )
-
-
-def _apply(transaction: Transaction) -> None:
-    engine = probe.find(f"{_MODULE}:MegatronEngine")
-    transaction.wrap(engine, "forward_backward_batch", _checked_forward_backward_batch)
 
 
 def _checked_forward_backward_batch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,5 +72,5 @@ PATCH = Patch(
     upstream="none known: verl 0.9.1 still clears only where a pass ends well",
     remove_when="verl clears in a finally, and replays padded batches or refuses them",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_PASS: _checked_forward_backward_batch}),
 )

@@ -2,22 +2,19 @@
 models train without this plugin."""
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, probe, wrappers_at
 from replay_patch.patching.rebinding import Instead, with_globals
-from replay_patch.patching.transaction import Transaction
 from replay_patch.settings import PREFIX, variables
 
 _MODULE = "verl.trainer.constants_ppo"
-_NAME = "get_ppo_ray_runtime_env"
+_TARGET = f"{_MODULE}:get_ppo_ray_runtime_env"
 
 
 def _needed() -> tuple[bool, str]:
-    make = probe.find(f"{_MODULE}:{_NAME}")
+    make = probe.find(_TARGET)
     if make is None:
         return False, "this release makes no environment for its workers"
     # It only reads the environment: it is given one in which our variable is set.
@@ -27,10 +24,6 @@ def _needed() -> tuple[bool, str]:
     except Exception:  # noqa: BLE001 - code of any release; ours in front does no harm
         lacks = True
     return lacks, f"what it gives to workers {'lacks' if lacks else 'has'} our variables"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _forwarding_runtime_env)
 
 
 def _forwarding_runtime_env(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +37,7 @@ def _forwarding_runtime_env(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="verl_environment",
     library="verl",
-    targets=(f"{_MODULE}:{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="verl",
     why=(
@@ -56,5 +49,5 @@ PATCH = Patch(
     upstream="none: it follows from this plugin's own need for its variables",
     remove_when="verl hands on the driver's variables",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: _forwarding_runtime_env}),
 )

@@ -6,10 +6,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.rebinding import with_globals
-from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.utils.megatron.router_replay_utils"
 _PACK = "preprocess_thd_no_padding"

@@ -1,27 +1,21 @@
 """Without this patch verl starts R2 with settings under which it fails in the first update, or
 replays the rollout's routes for recorded ones."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from replay_patch.errors import SettingsError
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, probe, wrappers_at
 
 _MODULE = "verl.utils.config"
 _NAME = "validate_config"
+_TARGET = f"{_MODULE}:{_NAME}"
 
 
 def _needed() -> tuple[bool, str]:
     # Read and not called: it wants the whole configuration, and prints.
-    asks = "enable_rollout_routing_replay" in probe.names_used(f"{_MODULE}:{_NAME}")
+    asks = "enable_rollout_routing_replay" in probe.names_used(_TARGET)
     return not asks, f"{_NAME} {'asks' if asks else 'does not ask'} for the R2 sources"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _checked_validate_config)
 
 
 def _checked_validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +52,7 @@ def _refuse(setting: str, why: str) -> None:
 PATCH = Patch(
     name="verl_replay_config",
     library="verl",
-    targets=(f"{_MODULE}:{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="verl",
     why=(
@@ -72,5 +66,5 @@ PATCH = Patch(
     upstream="https://github.com/verl-project/verl/pull/7805",
     remove_when="verl refuses both",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: _checked_validate_config}),
 )

@@ -4,9 +4,7 @@ other by number: one call without routes shifts all after it to other tokens."""
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 _NAME = "FullyAsyncLLMServerClient"
 _MODULES = (

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from replay_patch.errors import RouteError
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.patching.wrappers import chain
 
 _log = logging.getLogger(__name__)

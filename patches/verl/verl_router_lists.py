@@ -9,9 +9,7 @@ from typing import Any
 from replay_patch.errors import RouteError
 from replay_patch.megatron.config import replay_enabled
 from replay_patch.patches.verl._passes import replay_objects
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 from replay_patch.refusals import installed_megatron
 
 _MODULE = "verl.utils.megatron.router_replay_utils"

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import activation, probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, activation, probe
 
 _MODULE = "verl.utils.megatron.router_replay_patch"
 _NAMES = ("RouterReplay", "RouterReplayAction")

@@ -1,27 +1,21 @@
 """Without this patch the -1 of a token without a route becomes 255 where verl packs padded
 sequences: no expert, or another one."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
+from replay_patch.patching import Patch, probe, wrappers_at
 from replay_patch.patching.rebinding import Instead, with_globals
-from replay_patch.patching.transaction import Transaction
 
 _MODULE = "verl.workers.utils.padding"
 _NAME = "left_right_2_no_padding"
+_TARGET = f"{_MODULE}:{_NAME}"
 
 
 def _needed() -> tuple[bool, str]:
     # Read and not called: it calls a package of kernels that is not installed everywhere.
-    narrows = "uint8" in probe.names_used(f"{_MODULE}:{_NAME}")
+    narrows = "uint8" in probe.names_used(_TARGET)
     return narrows, f"{_NAME} {'makes ids uint8' if narrows else 'leaves ids as they are'}"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, _signed_left_right_2_no_padding)
 
 
 def _signed_left_right_2_no_padding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +27,7 @@ def _signed_left_right_2_no_padding(original: Callable[..., Any]) -> Callable[..
 PATCH = Patch(
     name="verl_uncaptured_rows",
     library="verl",
-    targets=(f"{_MODULE}:{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="verl",
     why=(
@@ -44,5 +38,5 @@ PATCH = Patch(
     upstream="none: rows of -1 are this plugin's own, and verl 0.9 has no such cast",
     remove_when="verl 0.8 is no longer supported",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: _signed_left_right_2_no_padding}),
 )

@@ -1,28 +1,22 @@
 """Without this patch the ids that verl records wrap at 256: expert 300 becomes 44 in the replay."""
 
-import sys
-
 from replay_patch.patches.verl._passes import casts_to_uint8, wide_ids
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, wrappers_at
 
 _MODULE = "verl.utils.megatron.router_replay_utils"
 _NAME = "merge_router_topk_indices"
+_TARGET = f"{_MODULE}:{_NAME}"
 
 
 def _needed() -> tuple[bool, str]:
-    narrows = casts_to_uint8(f"{_MODULE}:{_NAME}")
+    narrows = casts_to_uint8(_TARGET)
     return narrows, f"{_NAME} casts {'' if narrows else 'not '}to uint8"
-
-
-def _apply(transaction: Transaction) -> None:
-    transaction.wrap_everywhere(sys.modules[_MODULE], _NAME, wide_ids)
 
 
 PATCH = Patch(
     name="verl_wide_ids",
     library="verl",
-    targets=(f"{_MODULE}:{_NAME}",),
+    targets=(_TARGET,),
     modules=(_MODULE,),
     requires="verl",
     why=(
@@ -33,5 +27,5 @@ PATCH = Patch(
     upstream="verl commit bf48903d9 (0.9)",
     remove_when="verl 0.8 is no longer supported",
     needed=_needed,
-    apply=_apply,
+    apply=wrappers_at({_TARGET: wide_ids}),
 )

@@ -5,6 +5,7 @@ is already imported, and imports nothing of Megatron itself.
 """
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -191,10 +192,14 @@ def _advise(what: str, wrong: list[str]) -> str:
 
 
 def reinstall() -> None:
-    """Put back what other code has overwritten, and decide again what was not needed."""
-    for module in _awaited_modules():
-        if module in sys.modules:
-            _apply_when_imported(module)
+    """Put back what other code has overwritten, and decide again what was not needed.
+
+    A module that is not imported gets one hook, however often the plugin is activated.
+    """
+    for module in dict.fromkeys(module for p in registry.patches() for module in p.modules):
+        if module in sys.modules or module not in _hooked_modules:
+            _hooked_modules.add(module)
+            when_imported(module, functools.partial(_apply_patches_of, module))
 
 
 def uncover(functions: Sequence[Any]) -> None:
@@ -219,26 +224,9 @@ def _start(asked: Settings, trigger: str) -> None:
             asked = dataclasses.replace(asked, problems=(*asked.problems, problem))
         _log_to_stderr(asked.log)
         _activation = _Activation(Ledger(registry.patches(), asked), asked, trigger)
-    for module in _awaited_modules():
-        _apply_when_imported(module)
+    reinstall()
     if os.environ.get("RANK", "0") == "0":
         _log.info("replay-patch is active (%s); %d patches", trigger, len(registry.patches()))
-
-
-def _awaited_modules() -> list[str]:
-    """The modules that patches wait for, each once."""
-    return list(dict.fromkeys(module for patch in registry.patches() for module in patch.modules))
-
-
-def _apply_when_imported(module: str) -> None:
-    """Try the patches of `module` now if it is imported, and whenever it will be.
-
-    A module that is not imported needs one hook, however often the plugin is activated.
-    """
-    hooked = module in _hooked_modules
-    _hooked_modules.add(module)
-    if not hooked or module in sys.modules:
-        when_imported(module, lambda: _apply_patches_of(module))
 
 
 def _apply_patches_of(module: str) -> None:

@@ -7,10 +7,11 @@ class or function would outlive the patch it marks.
 
 import functools
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay_patch.patching import probe
 from replay_patch.patching.wrappers import ABSENT, cells_with, chain, reaches
 
 
@@ -214,6 +215,24 @@ class Transaction:
         change = _Change(where, read(), value, read, write, delete)
         write(value)
         self.changes.append(change)
+
+
+def wrappers_at(
+    makers: Mapping[str, Callable[[Any], Callable[..., Any]]],
+) -> Callable[[Transaction], None]:
+    """An `apply` that wraps what is at each of these targets by `make(original)`: the method of a
+    class, or a function wherever it is bound."""
+
+    def apply(transaction: Transaction) -> None:
+        for target, make in makers.items():
+            module, _, name = target.partition(":")
+            if "." in name:
+                cls, _, method = target.rpartition(".")
+                transaction.wrap(probe.find(cls), method, make)
+            else:
+                transaction.wrap_everywhere(sys.modules[module], name, make)
+
+    return apply
 
 
 def _replace_inside(current: Any, ours: Any, original: Any) -> bool:

@@ -3,9 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from replay_patch.patching import probe
-from replay_patch.patching.patch import Patch
-from replay_patch.patching.transaction import Transaction
+from replay_patch.patching import Patch, Transaction, probe
 
 
 def _needed() -> tuple[bool, str]:
