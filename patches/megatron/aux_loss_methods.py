@@ -7,7 +7,8 @@ from replay_patch.patching import probe
 from replay_patch.patching.patch import Patch
 from replay_patch.patching.transaction import Transaction
 
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_MODULE = "megatron.core.transformer.moe.router"
+_ROUTER = f"{_MODULE}:TopKRouter"
 
 
 def get_aux_loss_coeff(self: Any, aux_loss_type: str) -> float:
@@ -53,8 +54,7 @@ PATCH = Patch(
     name="aux_loss_methods",
     library="megatron",
     targets=tuple(f"{_ROUTER}.{m.__name__}" for m in _METHODS),
-    modules=(_ROUTER.partition(":")[0],),
-    requires=_ROUTER.partition(":")[0],
+    requires=_MODULE,
     checks=("aux-loss-method",),
     why=(
         "Code written for 0.14 and later asks the router whether it has an auxiliary loss; 0.12 "

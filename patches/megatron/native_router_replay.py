@@ -60,7 +60,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
             group_topk: int | None = None,
             default_compute_topk: Any = None,
         ) -> Any:
-            router_replay.check_native(default_compute_topk)
+            selection.check_native(self, default_compute_topk)
             if self.router_replay_action is None:
                 return original(self, scores, topk, num_groups, group_topk, default_compute_topk)
             return selection.ask(self, scores, topk, num_groups, group_topk, default_compute_topk)
@@ -80,14 +80,6 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
 
         return method
 
-    def record_indices(original: Any) -> Any:
-        def method(self: Any, topk_indices: Any) -> None:
-            if self.static_buffer is not None:
-                router_replay.check_buffer(self, topk_indices)
-            original(self, topk_indices)
-
-        return method
-
     return {
         "get_replay_topk": get_replay_topk,
         "set_target_indices": checked(router_replay.check_target),
@@ -97,7 +89,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
         "set_global_static_buffers": checked(router_replay.check_static_buffers),
         "clear_indices": clear_indices,
         "clear_global_indices": clear_global_indices,
-        "record_indices": record_indices,
+        "record_indices": checked(router_replay.check_buffer),
     }
 
 

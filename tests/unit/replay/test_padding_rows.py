@@ -183,7 +183,7 @@ class Checkpointed:
 def test_the_mask_of_an_mtp_block_is_closed_over_and_there_in_the_recompute() -> None:
     """Cases 27 and 28: a checkpoint keeps its arguments, and takes no object but tensors."""
     layer, mask = Checkpointed(), object()
-    forward = mtp_recompute_mask._masked(Checkpointed._checkpointed_forward)
+    forward = mtp_recompute_mask._masked_checkpointed_forward(Checkpointed._checkpointed_forward)
 
     assert forward(layer, "hidden", padding_mask=mask) == "hidden"
     layer.again()
@@ -195,7 +195,9 @@ def test_the_mask_of_an_mtp_block_is_closed_over_and_there_in_the_recompute() ->
 def test_an_mtp_block_without_a_mask_is_the_original() -> None:
     layer = Checkpointed()
 
-    mtp_recompute_mask._masked(Checkpointed._checkpointed_forward)(layer, "h", padding_mask=None)
+    mtp_recompute_mask._masked_checkpointed_forward(Checkpointed._checkpointed_forward)(
+        layer, "h", padding_mask=None
+    )
 
     assert layer.seen == [None]
 
@@ -204,7 +206,7 @@ def test_an_mtp_block_without_a_mask_is_the_original() -> None:
 def test_layers_that_are_not_recomputed_have_the_mask_of_their_block(mask: Any) -> None:
     block = Checkpointed()
 
-    block_recompute_mask._masked(Checkpointed.block)(block, "hidden", mask)
+    block_recompute_mask._masked_checkpointed_forward(Checkpointed.block)(block, "hidden", mask)
     block.again()
 
     assert block.seen == [mask, mask, mask]
