@@ -76,7 +76,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
 
     def clear_global_indices(original: Any) -> Any:
         def method() -> None:
-            router_replay.clear_all(router_replay.instances(), lambda entry: entry.clear_indices())
+            router_replay.clear_all()
 
         return method
 

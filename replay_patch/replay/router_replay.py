@@ -9,7 +9,6 @@ point.
 
 import importlib
 import sys
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -81,7 +80,7 @@ class RouterReplay(ActionReplay):
     @staticmethod
     def clear_global_indices() -> None:
         """`clear_indices` of every router; the first error is raised after all are cleared."""
-        clear_all(instances(), lambda entry: entry.clear_indices())
+        clear_all()
 
     @staticmethod
     def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
@@ -280,12 +279,12 @@ def after_clearing(replay: RouterReplay) -> None:
     target_ids.raise_deferred(replay)
 
 
-def clear_all(entries: list[RouterReplay], clear: Callable[[RouterReplay], None]) -> None:
-    """Clear every entry; then raise the first error, so that one bad layer leaves nothing set."""
+def clear_all() -> None:
+    """Clear every router; then raise the first error, so that one bad layer leaves nothing set."""
     first: RouteError | None = None
-    for entry in entries:
+    for entry in instances():
         try:
-            clear(entry)
+            entry.clear_indices()
         except RouteError as error:
             first = first or error
     if first is not None:
