@@ -5,7 +5,8 @@ from typing import Any
 
 from replay_patch.patching import Patch, Transaction, probe
 
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_MODULE = "megatron.core.transformer.moe.router"
+_ROUTER = f"{_MODULE}:TopKRouter"
 
 
 def get_aux_loss_coeff(self: Any, aux_loss_type: str) -> float:
@@ -51,8 +52,7 @@ PATCH = Patch(
     name="aux_loss_methods",
     library="megatron",
     targets=tuple(f"{_ROUTER}.{m.__name__}" for m in _METHODS),
-    modules=(_ROUTER.partition(":")[0],),
-    requires=_ROUTER.partition(":")[0],
+    requires=_MODULE,
     checks=("aux-loss-method",),
     why=(
         "Code written for 0.14 and later asks the router whether it has an auxiliary loss; 0.12 "

@@ -85,7 +85,6 @@ PATCH = Patch(
     name="block_recompute_mask",
     library="megatron",
     targets=(f"{_BLOCK}.{_RECOMPUTE}",),
-    modules=(_MODULE,),
     requires=_MODULE,
     checks=("block-recompute", "npu-mask"),
     why=(

@@ -8,15 +8,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from replay_patch.megatron.config import replay_enabled
+from replay_patch.megatron.config import REPLAY_FIELDS, replay_enabled
 from replay_patch.patching import REPLAYING, Patch, Transaction, activation, probe
 from replay_patch.patching.wrappers import chain
 
 _MODULE = "megatron.core.transformer.transformer_config"
 _ROOT = f"{_MODULE}:TransformerConfig"
 
-FIELDS = {"enable_routing_replay": False, "moe_enable_routing_replay": False}
-FIELDS["moe_router_fusion"] = False
+FIELDS = dict.fromkeys((*REPLAY_FIELDS, "moe_router_fusion"), False)
 """Name -> default. All are bool."""
 
 
@@ -111,7 +110,6 @@ PATCH = Patch(
     name="config_fields",
     library="megatron",
     targets=(_ROOT, f"{_MODULE}:MLATransformerConfig"),
-    modules=(_MODULE,),
     requires=_MODULE,
     checks=(REPLAYING, "config-names", "config-subclass"),
     why=(

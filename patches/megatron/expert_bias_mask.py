@@ -75,7 +75,6 @@ PATCH = Patch(
     name="expert_bias_mask",
     library="megatron",
     targets=(_TARGET,),
-    modules=(_MODULE,),
     requires=_MODULE,
     checks=("padding-bias", "padding-counts", "padding-tp-sp", "padding-pp"),
     why=(

@@ -44,7 +44,6 @@ PATCH = Patch(
     name="fused_router",
     library="megatron",
     targets=(f"{_UTILS}:{_NAME}", f"{_ROUTER}:{_NAME}"),
-    modules=(_ROUTER,),
     requires=_ROUTER,
     relies_on=(f"{_ROUTER}:TopKRouter.routing",),
     checks=("fused-seam",),

@@ -73,39 +73,40 @@ def _counts_by_list() -> bool:
     list: two stages then have layers with the same numbers.
     """
     count = probe.find(f"{_BLOCK}:get_num_layers_to_build")
-    config = types.SimpleNamespace(
-        num_layers=4,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=None,
-        pipeline_num_transformer_layers=[[3], [1]],
-        pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    try:
-        return [_helper_for_any_stage(count)(config, pp_rank=rank) for rank in range(2)] == [3, 1]
-    except Exception:  # noqa: BLE001 - it asks for more of the config: it is not that one
-        return False
+    fields = {
+        "num_layers": 4,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_num_transformer_layers": [[3], [1]],
+        "num_layers_in_last_pipeline_stage": None,
+    }
+    return [_answer(count, fields, pp_rank=rank) for rank in range(2)] == [3, 1]
 
 
 def _overlaps(original: Callable[..., int]) -> bool:
     """Whether it puts rank 1 of 3 where rank 0 is, with 3, 3 and 1 layers in each virtual stage."""
+    fields = {
+        "num_layers": 14,
+        "pipeline_model_parallel_size": 3,
+        "virtual_pipeline_model_parallel_size": 2,
+        "num_layers_in_last_pipeline_stage": 2,
+    }
+    return _answer(original, fields, vp_stage=0, pp_rank=1) == 0
+
+
+def _answer(original: Callable[..., int], fields: dict[str, Any], **stage: int) -> int | None:
+    """What a helper says of a stage, by a config of these fields; None if it wants more of it."""
     config = types.SimpleNamespace(
-        num_layers=14,
-        pipeline_model_parallel_size=3,
-        virtual_pipeline_model_parallel_size=2,
         num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=2,
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
         pipeline_model_parallel_layout=None,
+        **fields,
     )
     try:
-        return _helper_for_any_stage(original)(config, vp_stage=0, pp_rank=1) == 0
-    except Exception:  # noqa: BLE001 - it asks for more of the config: none of the releases meant
-        return False
+        return _helper_for_any_stage(original)(config, **stage)
+    except Exception:  # noqa: BLE001 - whatever it wants: it is none of the helpers meant
+        return None
 
 
 def _helper_for_any_stage(
@@ -174,14 +175,13 @@ class _Stage:
         from megatron.core import parallel_state
 
         self.real, self.config = parallel_state, config
-        self.rank = self.get_real_rank() if pp_rank is None else pp_rank
+        if pp_rank is None:
+            pp_rank = int(parallel_state.get_pipeline_model_parallel_rank())
+        self.rank = pp_rank
         self.vp_stage = vp_stage
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
-
-    def get_real_rank(self) -> int:
-        return int(self.real.get_pipeline_model_parallel_rank())
 
     def get_pipeline_model_parallel_rank(self) -> int:
         return self.rank
@@ -250,11 +250,8 @@ PATCH = Patch(
     name="layer_helpers",
     library="megatron",
     targets=tuple(f"{module}:{name}" for name, module in _HELPERS.items()),
-    modules=(_BLOCK,),
     requires=_BLOCK,
-    relies_on=tuple(
-        f"{_LAYOUT}.{name}" for name in ("get_num_layers_to_build", "get_layer_offset")
-    ),
+    relies_on=(f"{_LAYOUT}.get_num_layers_to_build", f"{_LAYOUT}.get_layer_offset"),
     checks=("layer-map", "npu-unaligned"),
     why=(
         "Trainers ask which layers a stage holds. 0.12 answers for the current stage only, 0.13 "

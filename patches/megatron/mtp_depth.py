@@ -35,7 +35,6 @@ PATCH = Patch(
     name="mtp_depth",
     library="megatron",
     targets=(f"{_BLOCK}.__init__",),
-    modules=(_MODULE,),
     requires=_MODULE,
     relies_on=(f"{_BLOCK}._build_layers",),
     checks=("mtp-depth",),

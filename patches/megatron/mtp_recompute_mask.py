@@ -53,7 +53,6 @@ PATCH = Patch(
     name="mtp_recompute_mask",
     library="megatron",
     targets=(f"{_LAYER}.{_RECOMPUTE}",),
-    modules=(_MODULE,),
     requires=_MODULE,
     relies_on=(f"{_LAYER}.forward", f"{_LAYER}.{_INNER}"),
     checks=("mtp-recompute",),

@@ -58,7 +58,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
             group_topk: int | None = None,
             default_compute_topk: Any = None,
         ) -> Any:
-            router_replay.check_native(default_compute_topk)
+            selection.check_native(self, default_compute_topk)
             if self.router_replay_action is None:
                 return original(self, scores, topk, num_groups, group_topk, default_compute_topk)
             return selection.ask(self, scores, topk, num_groups, group_topk, default_compute_topk)
@@ -74,15 +74,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
 
     def clear_global_indices(original: Any) -> Any:
         def method() -> None:
-            router_replay.clear_all(router_replay.instances(), lambda entry: entry.clear_indices())
-
-        return method
-
-    def record_indices(original: Any) -> Any:
-        def method(self: Any, topk_indices: Any) -> None:
-            if self.static_buffer is not None:
-                router_replay.check_buffer(self, topk_indices)
-            original(self, topk_indices)
+            router_replay.clear_all()
 
         return method
 
@@ -95,7 +87,7 @@ def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
         "set_global_static_buffers": checked(router_replay.check_static_buffers),
         "clear_indices": clear_indices,
         "clear_global_indices": clear_global_indices,
-        "record_indices": record_indices,
+        "record_indices": checked(router_replay.check_buffer),
     }
 
 

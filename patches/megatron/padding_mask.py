@@ -26,20 +26,14 @@ def _apply(transaction: Transaction) -> None:
     import megatron.core.transformer.moe.router as module
 
     router, model = module.TopKRouter, probe.find(_MODEL)
-    wrappers: dict[str, Callable[[Any], Any]] = {
-        "apply_z_loss": _wrapped_z_loss,
-        "forward": _wrapped_router_forward,
-    }
+    wrappers = {"apply_z_loss": _z_loss, "forward": _wrapped_router_forward}
     if "_apply_aux_loss" in vars(router):  # from 0.14 on
-        wrappers |= {name: _wrapped_aux_loss for name in _LOSSES if name in vars(router)}
-        wrappers["attach_and_log_load_balancing_loss"] = _wrapped_attach_loss
+        wrappers |= {name: _aux_loss for name in _LOSSES if name in vars(router)}
+        wrappers["attach_and_log_load_balancing_loss"] = _attached_loss
     else:
-        wrappers |= {
-            _SCORES: _wrapped_scores,
-            "apply_load_balancing_loss": _wrapped_load_balancing,
-        }
+        wrappers |= {_SCORES: _scores, "apply_load_balancing_loss": _load_balancing}
         if _SCORES in vars(router) and not _gives_map(vars(router)[_SCORES]):  # 0.12
-            wrappers["aux_loss_load_balancing"] = _wrapped_load_balancing_of_0_12
+            wrappers["aux_loss_load_balancing"] = _load_balancing_of_0_12
     missing = sorted(wrappers.keys() - vars(router).keys())
     if missing:
         raise LookupError(
@@ -152,145 +146,127 @@ def _wrapped_router_forward(original: Callable[..., Any]) -> Any:
 
 
 # --- what counts it -----------------------------------------------------------------------------
-# Only called with a mask: else each is the original. `rows.real` is bool [R, 1].
+# `rows.real` is bool [R, 1].
 
 
-def _wrapped_z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    from replay_patch.replay import padding_rows
+def _masked(method_with_mask: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """From what a router does in a call with a mask to its wrapper. Else it is the original.
 
-    at_work = padding_rows.padding_at_work.by_thread
+    Args:
+        method_with_mask: of (rows, original, router, and the arguments of the original), of which
+            the first has R rows.
+    """
 
-    def apply_z_loss(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = padding_rows.rows_at_work(self, len(logits)) if at_work else None
-        if rows is None:
-            return original(self, logits, *args, **kwargs)
-        z_loss = _names(original)["z_loss_func"]
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        from replay_patch.replay import padding_rows
 
-        def of_real_rows(logits: Any, *args: Any, **kwargs: Any) -> Any:
-            real = logits.index_select(0, rows.index)
-            return z_loss(real, *args, **kwargs) if len(real) else logits.new_zeros(())
+        at_work = padding_rows.padding_at_work.by_thread
 
-        names = {"z_loss_func": of_real_rows, **_scaled_by_tokens(self, original, rows)}
-        return with_globals(original, names)(self, logits, *args, **kwargs)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not at_work:
+                return original(self, *args, **kwargs)
+            first = args[0] if args else next(iter(kwargs.values()))  # 0.12 gives it by name
+            rows = padding_rows.rows_at_work(self, len(first))
+            if rows is None:
+                return original(self, *args, **kwargs)
+            return method_with_mask(rows, original, self, *args, **kwargs)
 
-    return apply_z_loss
+        return method
+
+    return make
 
 
-def _wrapped_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@_masked
+def _z_loss(rows: Any, original: Any, router: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    z_loss = _names(original)["z_loss_func"]
+
+    def of_real_rows(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        real = logits.index_select(0, rows.index)
+        return z_loss(real, *args, **kwargs) if len(real) else logits.new_zeros(())
+
+    names = {"z_loss_func": of_real_rows, **_scaled_by_tokens(router, original, rows)}
+    return with_globals(original, names)(router, logits, *args, **kwargs)
+
+
+@_masked
+def _aux_loss(
+    rows: Any,
+    original: Any,
+    router: Any,
+    probs: Any,
+    scores: Any,
+    routing_map: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """From 0.14 on. The rows of all ranks are known from what the release itself reduces."""
-    from replay_patch.replay import padding_rows
+    names = _names(original)
+    reduce = names["reduce_from_tensor_model_parallel_region"]
+    switch = names["switch_load_balancing_loss_func"]
+    reduced: list[Any] = []
 
-    at_work = padding_rows.padding_at_work.by_thread
+    def noted(tokens: Any, group: Any) -> Any:
+        out = reduce(tokens, group)
+        reduced[:] = [out.sum(), group.size()]
+        return out
 
-    def apply(self: Any, probs: Any, scores: Any, routing_map: Any, *args: Any, **more: Any) -> Any:
-        rows = padding_rows.rows_at_work(self, len(scores)) if at_work else None
-        if rows is None:
-            return original(self, probs, scores, routing_map, *args, **more)
-        names = _names(original)
-        reduce, switch = (
-            names["reduce_from_tensor_model_parallel_region"],
-            names["switch_load_balancing_loss_func"],
-        )
-        reduced: list[Any] = []
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        tokens, ranks = reduced
+        return switch(*args, **kwargs) * rows.scale(tokens / kwargs["topk"], ranks)
 
-        def noted(tokens: Any, group: Any) -> Any:
-            out = reduce(tokens, group)
-            reduced[:] = [out.sum(), group.size()]
-            return out
-
-        def scaled(*args: Any, **kwargs: Any) -> Any:
-            tokens, ranks = reduced
-            return switch(*args, **kwargs) * rows.scale(tokens / kwargs["topk"], ranks)
-
-        of_real_rows = {
-            "reduce_from_tensor_model_parallel_region": noted,
-            "switch_load_balancing_loss_func": scaled,
-        }
-        real = scores * rows.real, routing_map & rows.real
-        return with_globals(original, of_real_rows)(self, probs, *real, *args, **more)
-
-    return apply
+    of_real_rows = {
+        "reduce_from_tensor_model_parallel_region": noted,
+        "switch_load_balancing_loss_func": scaled,
+    }
+    real = scores * rows.real, routing_map & rows.real
+    return with_globals(original, of_real_rows)(router, probs, *real, *args, **kwargs)
 
 
-def _wrapped_attach_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    from replay_patch.replay import padding_rows
-
-    at_work = padding_rows.padding_at_work.by_thread
-
-    def attach(self: Any, activation: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = padding_rows.rows_at_work(self, len(activation)) if at_work else None
-        if rows is None:
-            return original(self, activation, *args, **kwargs)
-        names = _scaled_by_tokens(self, original, rows)
-        return with_globals(original, names)(self, activation, *args, **kwargs)
-
-    return attach
+@_masked
+def _attached_loss(rows: Any, original: Any, router: Any, *args: Any, **kwargs: Any) -> Any:
+    names = _scaled_by_tokens(router, original, rows)
+    return with_globals(original, names)(router, *args, **kwargs)
 
 
-def _wrapped_scores(original: Callable[..., Any]) -> Callable[..., Any]:
+@_masked
+def _scores(rows: Any, original: Any, router: Any, *args: Any, **kwargs: Any) -> Any:
     """0.12 and 0.13; 0.13 gives the map that it counts, too."""
-    from replay_patch.replay import padding_rows
-
-    at_work = padding_rows.padding_at_work.by_thread
-
-    def compute(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        out = original(self, logits, *args, **kwargs)
-        rows = padding_rows.rows_at_work(self, len(logits)) if at_work else None
-        if rows is None:
-            return out
-        if isinstance(out, tuple):
-            return out[0] * rows.real, out[1] & rows.real
-        return out * rows.real
-
-    return compute
+    out = original(router, *args, **kwargs)
+    if isinstance(out, tuple):
+        return out[0] * rows.real, out[1] & rows.real
+    return out * rows.real
 
 
-def _wrapped_load_balancing(original: Callable[..., Any]) -> Callable[..., Any]:
+@_masked
+def _load_balancing(
+    rows: Any, original: Any, router: Any, activation: Any, load_balancing_loss_func: Any
+) -> Any:
     """0.12 and 0.13: one method attaches either loss, which it is given as a partial."""
-    from replay_patch.replay import padding_rows
+    loss = load_balancing_loss_func
+    if "routing_map" in loss.keywords:  # the one in use in 0.12
+        loss = functools.partial(loss, routing_map=loss.keywords["routing_map"] & rows.real)
 
-    at_work = padding_rows.padding_at_work.by_thread
+    def scaled(**kwargs: Any) -> Any:
+        group = kwargs.get("sequence_partition_group")
+        out = loss(**kwargs)
+        return out * rows.scale(rows.total(group), 1 if group is None else group.size())
 
-    def apply(self: Any, activation: Any, load_balancing_loss_func: Any) -> Any:
-        rows = padding_rows.rows_at_work(self, len(activation)) if at_work else None
-        if rows is None:
-            return original(self, activation, load_balancing_loss_func)
-        loss = load_balancing_loss_func
-        if "routing_map" in loss.keywords:  # the one in use in 0.12
-            real = loss.keywords["routing_map"] & rows.real
-            loss = functools.partial(loss, routing_map=real)
-
-        def scaled(**kwargs: Any) -> Any:
-            group = kwargs.get("sequence_partition_group")
-            out = loss(**kwargs)
-            return out * rows.scale(rows.total(group), 1 if group is None else group.size())
-
-        names = _scaled_by_tokens(self, original, rows)
-        return with_globals(original, names)(self, activation, scaled)
-
-    return apply
+    names = _scaled_by_tokens(router, original, rows)
+    return with_globals(original, names)(router, activation, scaled)
 
 
-def _wrapped_load_balancing_of_0_12(original: Callable[..., Any]) -> Callable[..., Any]:
+@_masked
+def _load_balancing_of_0_12(rows: Any, original: Any, router: Any, logits: Any) -> Any:
     """0.12 counts the choices in use, before capacity drops any, inside its top-k function."""
     from replay_patch.replay import padding_rows
 
-    at_work = padding_rows.padding_at_work.by_thread
+    topk = _names(original)["topk_softmax_with_capacity"]
 
-    def aux_loss_load_balancing(self: Any, logits: Any) -> Any:
-        rows = padding_rows.rows_at_work(self, len(logits)) if at_work else None
-        if rows is None:
-            return original(self, logits)
-        topk = _names(original)["topk_softmax_with_capacity"]
+    def of_real_rows(*args: Any, **kwargs: Any) -> Any:
+        with padding_rows.SumOfRows(rows):
+            return topk(*args, **kwargs)
 
-        def of_real_rows(*args: Any, **kwargs: Any) -> Any:
-            with padding_rows.SumOfRows(rows):
-                return topk(*args, **kwargs)
-
-        names = {"topk_softmax_with_capacity": of_real_rows}
-        return with_globals(original, names)(self, logits)
-
-    return aux_loss_load_balancing
+    return with_globals(original, {"topk_softmax_with_capacity": of_real_rows})(router, logits)
 
 
 def _scaled_by_tokens(router: Any, original: Any, rows: Any) -> dict[str, Any]:
@@ -325,7 +301,6 @@ PATCH = Patch(
         f"{_ROUTER}.{_SCORES}",
         f"{_ROUTER}.aux_loss_load_balancing",
     ),
-    modules=(_MODULE,),
     requires=_MODULE,
     after=("router_objects",),
     relies_on=tuple(  # what it runs on the rows that are no padding

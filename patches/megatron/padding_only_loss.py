@@ -58,7 +58,6 @@ PATCH = Patch(
     name="padding_only_loss",
     library="megatron",
     targets=(f"{_UTILS}:{_NAME}", f"{_ROUTER}:{_NAME}"),
-    modules=(_ROUTER,),
     requires=_ROUTER,
     relies_on=(f"{_UTILS}:switch_load_balancing_loss_func",),
     checks=("padding-only",),

@@ -36,7 +36,6 @@ PATCH = Patch(
     name="router_guard",
     library="megatron",
     targets=(f"{_BASE}.__init__",),
-    modules=(_MODULE,),
     requires=_MODULE,
     relies_on=(f"{_MODULE}:",),
     checks=("guard", "npu-refusals"),

@@ -6,21 +6,23 @@ from typing import Any
 
 from replay_patch.megatron.config import replay_enabled, router_cuda_graph, router_fusion
 from replay_patch.patching import Patch, Transaction, probe
-from replay_patch.refusals import installed_megatron
+from replay_patch.refusals import installed_megatron, warn_once
 
 _MODULE = "megatron.core.transformer.moe.router"
 _ROUTER = f"{_MODULE}:TopKRouter"
 _BASE = f"{_MODULE}:Router"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
+_SCORES = tuple(
+    f"{owner}compute_routing_scores_for_aux_loss"
+    for owner in (f"{_ROUTER}.", "megatron.core.transformer.moe.moe_utils:")
+)
 
 
 def _needed() -> tuple[bool, str]:
     # 0.11 has the same classes, but computes its losses in passes without gradient, too.
-    scores = "compute_routing_scores_for_aux_loss"
-    if not (probe.find(f"{_ROUTER}.{scores}") or probe.find(f"{_UTILS}:{scores}")):
+    if not any(map(probe.find, _SCORES)):
         raise LookupError(
-            f"neither TopKRouter nor moe_utils has {scores}: this is {installed_megatron()}, and "
-            "replay-patch supports megatron-core 0.12.0 and later"
+            "neither TopKRouter nor moe_utils has compute_routing_scores_for_aux_loss: this is "
+            f"{installed_megatron()}, and replay-patch supports megatron-core 0.12.0 and later"
         )
     return True, "routers have no replay object that knows its layer"
 
@@ -36,7 +38,6 @@ def _apply(transaction: Transaction) -> None:
 
 def _wrapped_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from replay_patch import refusals
         from replay_patch.replay import router_replay
 
         original(self, *args, **kwargs)
@@ -44,7 +45,7 @@ def _wrapped_init(original: Callable[..., None]) -> Callable[..., None]:
             # Off a command line. The release's own code would take "false" for true.
             self.config.moe_router_fusion = router_fusion(self.config)
         if router_fusion(self.config) and not _can_fuse():
-            refusals.warn_once(
+            warn_once(
                 "moe_router_fusion is on, but %s has no fused router: it runs unfused",
                 installed_megatron(),
             )
@@ -110,18 +111,9 @@ def _can_fuse() -> bool:
 PATCH = Patch(
     name="router_objects",
     library="megatron",
-    targets=(
-        f"{_ROUTER}.__init__",
-        f"{_ROUTER}.forward",
-        f"{_BASE}.set_layer_number",
-    ),
-    modules=(_MODULE,),
+    targets=(f"{_ROUTER}.__init__", f"{_ROUTER}.forward", f"{_BASE}.set_layer_number"),
     requires=_MODULE,
-    relies_on=(
-        _ROUTER,
-        f"{_ROUTER}.compute_routing_scores_for_aux_loss",
-        f"{_UTILS}:compute_routing_scores_for_aux_loss",
-    ),
+    relies_on=(_ROUTER, *_SCORES),
     checks=("router-objects",),
     why=(
         "Before 0.16 a router has no replay object, from 0.16 on only under Megatron's own config "

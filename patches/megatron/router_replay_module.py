@@ -68,7 +68,6 @@ PATCH = Patch(
     name="router_replay_module",
     library="megatron",
     targets=(f"{_MODULE}:RouterReplay", f"{_MODULE}:RouterReplayAction"),
-    modules=(_ROUTER,),
     requires=_ROUTER,
     checks=("replay-api",),
     why="Trainers import `RouterReplay` from Megatron, which has it only from 0.16 on.",

@@ -164,7 +164,6 @@ PATCH = Patch(
         *(f"{module}:{name}" for name in _NAMES for module in (_UTILS, _ROUTER)),
         f"{_ROUTER}:Router.gating",
     ),
-    modules=(_ROUTER,),
     requires=_ROUTER,
     relies_on=(f"{_UTILS}:group_limited_topk", f"{_ROUTER}:TopKRouter.routing"),
     checks=("topk-seam",),

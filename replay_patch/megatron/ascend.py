@@ -50,6 +50,8 @@ class Feature:
         return " or ".join(self.options) + (f" {self.value}" if self.value else "")
 
 
+_OWN_SCHEDULE = "a schedule of its own: no replay with it was tested"
+
 REFUSED = (
     Feature(
         ("--recompute-in-bubble", "--recompute-in-advance"),
@@ -70,11 +72,7 @@ REFUSED = (
         ("dualpipev",),
         "dualpipev",
     ),
-    Feature(
-        ("--fix-router",),
-        "it overwrites the experts that were chosen with fixed ones",
-        (),
-    ),
+    Feature(("--fix-router",), "it overwrites the experts that were chosen with fixed ones", ()),
     Feature(
         ("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
         "its MoE layer runs the router inside of an autograd function, always with gradients, and "
@@ -92,25 +90,11 @@ REFUSED = (
         "tested",
         ("balanced_moe",),
     ),
+    Feature(("--use-multiparameter-pipeline-model-parallel",), _OWN_SCHEDULE, ("multi_parameter",)),
+    Feature(("--optimize-send-recv-comm",), _OWN_SCHEDULE, ("optimize_send_recv_comm",)),
+    Feature(("--dist-train",), _OWN_SCHEDULE, ("dist_train",)),
     Feature(
-        ("--use-multiparameter-pipeline-model-parallel",),
-        "a schedule of its own: no replay with it was tested",
-        ("multi_parameter",),
-    ),
-    Feature(
-        ("--optimize-send-recv-comm",),
-        "a schedule of its own: no replay with it was tested",
-        ("optimize_send_recv_comm",),
-    ),
-    Feature(
-        ("--dist-train",),
-        "a schedule of its own: no replay with it was tested",
-        ("dist_train",),
-    ),
-    Feature(
-        ("--tp-2d",),
-        "router rows are cut over two axes: no replay of it was tested",
-        ("tp_2d",),
+        ("--tp-2d",), "router rows are cut over two axes: no replay of it was tested", ("tp_2d",)
     ),
 )
 

@@ -53,7 +53,7 @@ def placement(config: Any) -> Placement:
         what, counts = "pipeline_num_transformer_layers", _as_listed(listed)
     elif layout:
         what, counts = "pipeline_model_parallel_layout", _in_layout(layout, sizes[0])
-    elif _first(config) is not None or _last(config) is not None:
+    elif _ends(config) != (None, None):
         what, counts = "num_layers_in_first/last_pipeline_stage", _uneven(config, *sizes)
     else:
         what, counts = "num_layers", _even(config, *sizes)
@@ -136,7 +136,7 @@ def _even(config: Any, pp_size: int, vp_size: int) -> list[list[int]]:
 
 
 def _uneven(config: Any, pp_size: int, vp_size: int) -> list[list[int]]:
-    first, last = _first(config), _last(config)
+    first, last = _ends(config)
     middle = list(range(first is not None, pp_size - (last is not None)))
     left = config.num_layers - (first or 0) - (last or 0)
     each = _divide(left, len(middle), "the other layers over the other stages") if middle else 0
@@ -179,14 +179,11 @@ def _as_listed(listed: Any) -> list[list[int]]:
         _refuse(f"pipeline_num_transformer_layers={listed!r}", "a list of lists of integers")
 
 
-def _first(config: Any) -> int | None:
-    value: int | None = getattr(config, "num_layers_in_first_pipeline_stage", None)
-    return value
-
-
-def _last(config: Any) -> int | None:
-    value: int | None = getattr(config, "num_layers_in_last_pipeline_stage", None)
-    return value
+def _ends(config: Any) -> tuple[int | None, int | None]:
+    """Layers of the first and of the last pipeline rank, where the config gives them."""
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    first, last = (getattr(config, name, None) for name in ends)
+    return first, last
 
 
 def _noop_layers(config: Any) -> set[int]:

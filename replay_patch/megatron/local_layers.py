@@ -131,15 +131,10 @@ def _layers_of(config: Any, rank: int, stage: int) -> tuple[int, int]:
 
 def _answer_of_helpers(config: Any, rank: int, stage: int) -> tuple[int, int] | None:
     """What the installed helpers answer for the stage; None if they cannot be asked about it."""
-    answers = []
-    for helper in _helpers():
-        if helper is None:
-            return None
-        answer = _ask(helper, config, rank, stage)
-        if answer is None:
-            return None
-        answers.append(answer)
-    return answers[0], answers[1]
+    offset, layers = (
+        None if helper is None else _ask(helper, config, rank, stage) for helper in _helpers()
+    )
+    return None if offset is None or layers is None else (offset, layers)
 
 
 def _helpers() -> list[Any]:

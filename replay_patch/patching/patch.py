@@ -26,10 +26,11 @@ class Patch:
     """What is patched; also the folder of its file."""
     targets: tuple[str, ...]
     """What is changed, as `module:qualname`; a release may lack some of them."""
-    modules: tuple[str, ...]
-    """Defining modules: when one of them is completely imported, the patch is tried."""
     requires: str
     """The module that must be there. Of Megatron: one of `modules` that every release has."""
+    modules: tuple[str, ...] = ()
+    """Defining modules: when one of them is completely imported, the patch is tried. Empty: it is
+    the module in `requires`."""
     why: str
     """What goes wrong without it."""
     how: str
@@ -52,6 +53,10 @@ class Patch:
     """What has to be in place before any of `modules` is imported."""
     still_works: Callable[[], bool] | None = None
     """Whether it still works where other code is around ours; None: it does."""
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            object.__setattr__(self, "modules", (self.requires,))
 
     @property
     def optional(self) -> bool:

@@ -71,7 +71,10 @@ class ModelCalls:
         call, span = ModelCall(padding), None
         with self._at_work.during(call):
             if padding is not None and torch.is_grad_enabled():
-                span = self._open(call, recomputes)
+                if recompute.KNOWS:
+                    span = self._forwards.open(call)
+                elif recomputes:
+                    recompute.refuse_torch("recompute with a padding mask")
             try:
                 output = forward()
             finally:
@@ -103,13 +106,6 @@ class ModelCalls:
                 Where.of(router),
             )
         return call.padding
-
-    def _open(self, call: ModelCall, recomputes: bool) -> "recompute.Span[ModelCall] | None":
-        if recompute.KNOWS:
-            return self._forwards.open(call)
-        if recomputes:
-            recompute.refuse_torch("recompute with a padding mask")
-        return None
 
 
 calls_by_router: dict[int, ModelCalls] = {}

@@ -9,13 +9,15 @@ A "forward" here is any object that stands for one: it lives in the metadata of 
 (`anchor`), and dies with it.
 """
 
+import dataclasses
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from replay_patch.refusals import refuse
-from replay_patch.replay.output_graph import graph_nodes
 
 # Private, and in every torch from 2.1 on; where one is missing, recompute is refused.
 _backward_pass: Any = getattr(torch._C, "_current_graph_task_id", None)
@@ -90,7 +92,7 @@ class Forwards(Generic[_Forward]):
 def anchor(forward: Any, output: Any) -> bool:
     """Keep `forward` alive as long as the graph of its output; False if there is no graph."""
     anchored = False
-    for node in graph_nodes(output):
+    for node in _graph_nodes(output):
         forwards = node.metadata.setdefault(_ANCHOR, [])
         if forward not in forwards:
             forwards.append(forward)
@@ -133,3 +135,37 @@ def refuse_output(which: str) -> NoReturn:
         "tell its recompute from others",
         "a tensor, or a mapping, list, tuple or dataclass with tensors",
     )
+
+
+# --- what of a model's output leads into its graph -----------------------------------------------
+
+
+def _graph_nodes(output: Any) -> Iterator[Any]:
+    """The nodes of the autograd graph at a model's output, and those just below.
+
+    Both, because an in-place operation on a view (`logits.div_(temperature)`) gives it a new node
+    in the place of the old one. Not AccumulateGrad, which may live as long as the parameter.
+    """
+    for tensor in _tensors(output, 0):
+        top = tensor.grad_fn
+        if top is not None:
+            for node in (top, *(below for below, _ in top.next_functions)):
+                if node is not None and not hasattr(node, "variable"):
+                    yield node
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: Any = ()
+    if depth > 8:  # no model output is that deep; a structure that holds itself is
+        return
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for part in parts:
+        yield from _tensors(part, depth + 1)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.utils.checkpoint
-from torch import Tensor
 
 from replay_patch.refusals import Where, refuse
 from replay_patch.replay import padding_rows
@@ -42,7 +41,12 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
     selections = replay.selections
     try:
         with replay_at_work.during(replay):
-            result = _forward(router, original, args, kwargs, replay.uncounted_rows)
+            uncounted = replay.uncounted_rows
+            if uncounted is None:
+                result = original(router, *args, **kwargs)
+            else:
+                call = functools.partial(original, router, *args, **kwargs)
+                result = padding_rows.count_for_bias(router, call, lambda _: ~uncounted)
         if replay.selections != selections + 1:
             routing = type(router).routing
             refuse(
@@ -66,15 +70,6 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
         raise
     finally:
         replay.end_call()
-
-
-def _forward(
-    router: Any, original: Callable[..., Any], args: Any, kwargs: Any, uncounted: Tensor | None
-) -> Any:
-    if uncounted is None:
-        return original(router, *args, **kwargs)
-    call = functools.partial(original, router, *args, **kwargs)
-    return padding_rows.count_for_bias(router, call, lambda _: ~uncounted)
 
 
 def note_gating(replay: ReplayObject | None) -> None:

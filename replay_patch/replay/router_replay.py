@@ -9,9 +9,8 @@ point.
 
 import importlib
 import sys
-from collections.abc import Callable
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from replay_patch.patching import activation
 from replay_patch.refusals import Where, refuse
 from replay_patch.replay import target_ids
 from replay_patch.replay.action_replay import ActionReplay
-from replay_patch.replay.selection import NativeTopk, ask
+from replay_patch.replay.selection import get_replay_topk
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 """Where callers import the two classes from, on every release."""
@@ -81,7 +80,7 @@ class RouterReplay(ActionReplay):
     @staticmethod
     def clear_global_indices() -> None:
         """`clear_indices` of every router; the first error is raised after all are cleared."""
-        clear_all(instances(), lambda entry: entry.clear_indices())
+        clear_all()
 
     @staticmethod
     def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
@@ -154,28 +153,7 @@ class RouterReplay(ActionReplay):
         """Route natively."""
         self.router_replay_action = None
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: NativeTopk | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(values, ids) of the final selection, each [tokens, topk].
-
-        Args:
-            scores: float [tokens, experts], what the release selects on.
-            topk, num_groups, group_topk: of the router.
-            default_compute_topk: the release's own selection, which takes these four.
-
-        Raises:
-            RouteError: no native selection, or ids that do not fit.
-        """
-        native = check_native(default_compute_topk)
-        if self.router_replay_action is None:
-            return native(scores, topk, num_groups, group_topk)
-        return ask(self, scores, topk, num_groups, group_topk, native)
+    get_replay_topk = get_replay_topk  # the function, as a method
 
     def set_static_buffer(self, buffer: Tensor) -> None:
         """Record into `buffer` [max_tokens, topk] from now on."""
@@ -191,10 +169,10 @@ class RouterReplay(ActionReplay):
         Raises:
             RouteError: the static buffer is too small.
         """
+        check_buffer(self, topk_indices)
         if self.static_buffer is None:
             self.recorded_topk_idx = topk_indices
             return
-        check_buffer(self, topk_indices)
         rows = self.static_buffer[: topk_indices.shape[0]]
         rows.copy_(topk_indices)
         self.recorded_topk_idx = rows
@@ -242,23 +220,25 @@ def check_replay_data(all_layers_topk_indices: Any) -> None:
 
 def check_action(replay: RouterReplay, action: Any) -> None:
     """An action that would be ignored."""
-    value = getattr(action, "value", None) if isinstance(action, Enum) else None
-    if action is not None:
-        activation.require_replay(f"recording or replaying {Where.of(replay)}")
-    if action is not None and value not in {a.value for a in RouterReplayAction}:
-        refuse(f"action is {action!r}", "a RouterReplayAction", Where.of(replay))
-    if action is not None and replay.in_session:
+    if action is None:
+        return
+    where = Where.of(replay)
+    activation.require_replay(f"recording or replaying {where}")
+    value = action.value if isinstance(action, Enum) else None
+    if value not in {a.value for a in RouterReplayAction}:
+        refuse(f"action is {action!r}", "a RouterReplayAction", where)
+    if replay.in_session:
         refuse(
             "the router is in a recording() or replaying() block, which would ignore the action",
             "actions before or after the block",
-            Where.of(replay),
+            where,
         )
-    if replay.graphed and value not in (None, RouterReplayAction.RECORD.value):
+    if replay.graphed and value != RouterReplayAction.RECORD.value:
         refuse(
             f"the router runs inside a CUDA graph ({replay.graphed}), which would replay the "
             "expert ids of its capture for ever",
             "graphs off, or the MoE router outside of them",
-            Where.of(replay),
+            where,
         )
 
 
@@ -280,6 +260,8 @@ def check_static_buffers(static_buffer: Any) -> None:
 def check_buffer(replay: RouterReplay, ids: Tensor) -> None:
     """A static buffer that cannot hold `ids`."""
     buffer: Any = replay.static_buffer
+    if buffer is None:
+        return
     if not isinstance(buffer, Tensor):
         refuse(f"static buffer is {type(buffer).__name__}", "a torch.Tensor", Where.of(replay))
     if buffer.dim() != 2 or len(buffer) < len(ids) or buffer.shape[1] != ids.shape[1]:
@@ -291,25 +273,18 @@ def check_buffer(replay: RouterReplay, ids: Tensor) -> None:
         refuse(found, "an integer dtype that holds every expert id", Where.of(replay))
 
 
-def check_native(default_compute_topk: Any) -> NativeTopk:
-    """A missing native selection; returns the one that is there."""
-    if default_compute_topk is None:
-        refuse("get_replay_topk() without default_compute_topk", "the native selection")
-    return cast("NativeTopk", default_compute_topk)
-
-
 def after_clearing(replay: RouterReplay) -> None:
     """Forget what belongs to the targets; raise what was found wrong with them on a device."""
     replay.frozen = ()
     target_ids.raise_deferred(replay)
 
 
-def clear_all(entries: list[RouterReplay], clear: Callable[[RouterReplay], None]) -> None:
-    """Clear every entry; then raise the first error, so that one bad layer leaves nothing set."""
+def clear_all() -> None:
+    """Clear every router; then raise the first error, so that one bad layer leaves nothing set."""
     first: RouteError | None = None
-    for entry in entries:
+    for entry in instances():
         try:
-            clear(entry)
+            entry.clear_indices()
         except RouteError as error:
             first = first or error
     if first is not None:

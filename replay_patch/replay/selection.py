@@ -104,15 +104,41 @@ class ReplayObject(Protocol):
     def end_call(self) -> None:
         """Forget the call, whether it succeeded or not."""
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: NativeTopk | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """What Megatron's top-k function calls; it makes a `Selection` and asks `choose`."""
+    @property
+    def get_replay_topk(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """What Megatron's top-k function calls, with the parameters of the function below."""
+
+
+def get_replay_topk(
+    self: ReplayObject,
+    scores: Tensor,
+    topk: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    default_compute_topk: NativeTopk | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(values, ids) of the final selection, each [tokens, topk]. A method of our replay objects.
+
+    Args:
+        scores: float [tokens, experts], what the release selects on.
+        topk, num_groups, group_topk: of the router.
+        default_compute_topk: the release's own selection, which takes these four.
+
+    Raises:
+        RouteError: no native selection, or ids that do not fit.
+    """
+    native = check_native(self, default_compute_topk)
+    if self.router_replay_action is None:
+        return native(scores, topk, num_groups, group_topk)
+    return ask(self, scores, topk, num_groups, group_topk, native)
+
+
+def check_native(replay: ReplayObject, native: NativeTopk | None) -> NativeTopk:
+    """The native selection that `get_replay_topk` is given; raises RouteError if it is None."""
+    if native is None:
+        expected = "the native selection"
+        refuse("get_replay_topk() without default_compute_topk", expected, Where.of(replay))
+    return native
 
 
 @opaque

@@ -6,7 +6,7 @@ wait for the device: they are clamped into range, and whether that changed any i
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from replay_patch.patching import activation
 from replay_patch.refusals import Where, refuse, warn_once
 
+if TYPE_CHECKING:
+    from replay_patch.replay.action_replay import ActionReplay
+
 # uint16/32/64 are accepted: they widen to int64, although torch has few other kernels for them.
 INTEGERS = frozenset(
     {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -22,27 +25,9 @@ INTEGERS = frozenset(
 )
 
 
-class TargetOwner(Protocol):
-    """A replay object: what is known of its router, and what checks of its targets leave in it.
-
-    Attributes:
-        layer_number, mtp_depth: of the router, for messages.
-        topk: K; None while there is no router.
-        native_rows: rows of host targets that routed natively because they repeat an expert.
-        invalid_ids: bool scalar on a device: whether ids there were wrong; None: none were looked
-            at.
-    """
-
-    layer_number: int | None
-    mtp_depth: int
-    topk: int | None
-    native_rows: int
-    invalid_ids: Tensor | None
-
-
 def check(
     ids: Any,
-    replay: TargetOwner,
+    replay: "ActionReplay",
     num_experts: int | None,
     topk: int | None,
     num_tokens: int | None = None,
@@ -79,7 +64,7 @@ def check(
         _repeating_rows(ids, replay, num_experts)
 
 
-def usable_ids(ids: Tensor, replay: TargetOwner, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+def usable_ids(ids: Tensor, replay: "ActionReplay", scores: Tensor) -> tuple[Tensor, Tensor | None]:
     """Checked targets as int64 on the device of `scores` [T, E], and the rows not to be replayed.
 
     Returns:
@@ -112,7 +97,7 @@ def usable_ids(ids: Tensor, replay: TargetOwner, scores: Tensor) -> tuple[Tensor
     return in_range, repeating if ids.shape[1] > 1 else None
 
 
-def with_native_rows(ids: Any, mask: Any, replay: TargetOwner) -> Tensor:
+def with_native_rows(ids: Any, mask: Any, replay: "ActionReplay") -> Tensor:
     """The ids [T, K], to be taken only where the mask [T] is true; elsewhere the native ones.
 
     Raises:
@@ -145,7 +130,7 @@ def forget(ids: Any) -> None:
         _host_values.pop(ids, None)
 
 
-def raise_deferred(replay: TargetOwner) -> None:
+def raise_deferred(replay: "ActionReplay") -> None:
     """Read what was found on the device since the last time; waits for the device.
 
     Raises:
@@ -182,7 +167,7 @@ _host_values: Any = WeakIdKeyDictionary()
 """Target tensor -> _HostValues: a target is looked at when it is set, and used in many calls."""
 
 
-def _repeating_rows(ids: Tensor, replay: TargetOwner, num_experts: int) -> Tensor | None:
+def _repeating_rows(ids: Tensor, replay: "ActionReplay", num_experts: int) -> Tensor | None:
     """bool [T]: the rows of host ids that have an expert twice; None if there are none.
 
     Raises:
@@ -223,5 +208,5 @@ def _repeats_an_expert(ids: Tensor) -> Tensor:
     return (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
 
 
-def _defer(replay: TargetOwner, flag: Tensor) -> None:
+def _defer(replay: "ActionReplay", flag: Tensor) -> None:
     replay.invalid_ids = flag if replay.invalid_ids is None else replay.invalid_ids | flag

@@ -134,13 +134,9 @@ class _Part:
 
 
 def _exchange(ints: list[list[int]], data: Tensor, group: Any, device: torch.device) -> list[_Part]:
-    """What each rank of the group sent, in rank order.
+    """What each rank of the group (None: this one) sent, in rank order; the data arrives flat.
 
-    Args:
-        ints: lists of integers, as many on every rank.
-        data: a tensor; it arrives flat.
-        group: None: this rank is all there is.
-        device: where collectives that are not gloo's run.
+    Every rank sends as many lists. Collectives that are not gloo's run on the device.
     """
     if group is None:
         return [_Part(ints, data.flatten())]

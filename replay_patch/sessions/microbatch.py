@@ -6,7 +6,7 @@ top-k.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,19 +18,8 @@ from replay_patch.routes import RouteBatch, Routes, TokenLayout
 from replay_patch.routes.device_copies import to_device
 from replay_patch.routes.expert_ids import ids_dtype
 
-
-class ChunkLayers(Protocol):
-    """What a microbatch needs to know of the chunk that it is loaded for.
-
-    Attributes:
-        config: a TransformerConfig.
-        layers: the numbers of its MoE layers.
-        device: of its parameters.
-    """
-
-    config: Any
-    layers: tuple[int, ...]
-    device: torch.device
+if TYPE_CHECKING:
+    from replay_patch.sessions.session import Stage
 
 
 @dataclass
@@ -95,7 +84,7 @@ def microbatch_to_record(
 def microbatch_to_replay(
     routes: Any,
     layout: TokenLayout,
-    chunk: ChunkLayers,
+    stage: "Stage",
     moe_layers: Sequence[int],
     first_padding: int,
     sampled: bool,
@@ -106,7 +95,7 @@ def microbatch_to_replay(
     Args:
         routes: one per sequence of the layout.
         layout: of the microbatch on this rank.
-        chunk: what it is loaded for.
+        stage: the chunk that it is loaded for.
         moe_layers: those of the whole model.
         first_padding: choices made for padding so far.
         sampled: whether the overlap with native routes is to be measured.
@@ -123,7 +112,7 @@ def microbatch_to_replay(
             "been lost on the way from the rollout?"
         )
     batch = routes if isinstance(routes, RouteBatch) else RouteBatch(routes)
-    config = chunk.config
+    config = stage.config
     expected = config.num_moe_experts, config.moe_router_topk
     if len(batch) and (batch[0].num_experts, batch[0].topk) != expected:  # the others are alike
         raise RouteError(
@@ -132,7 +121,7 @@ def microbatch_to_replay(
         )
     rows = batch.to_rows(
         layout,
-        chunk.layers,
+        stage.layers,
         moe_layers,
         config.num_layers,
         rows=router_rows(layout, config),
@@ -143,16 +132,62 @@ def microbatch_to_replay(
     captured, holes, padding = (int(np.count_nonzero(kind.numpy())) for kind in kinds)
 
     def column(kind: Tensor) -> Tensor:
-        return to_device(kind.unsqueeze(1), chunk.device)
+        return to_device(kind.unsqueeze(1), stage.device)
 
     microbatch = Microbatch(
         num_rows=len(rows.captured),
         shape=hidden_shape(layout, config),
         dtype=rows.expert_ids.dtype,
-        ids=list(to_device(rows.expert_ids, chunk.device).unbind(0)),
+        ids=list(to_device(rows.expert_ids, stage.device).unbind(0)),
         holes=column(rows.holes) if holes else None,
         captured=column(rows.captured) if sampled and captured else None,
         counts=(captured, holes, padding),
         uncounted=None if count_replayed else column(~rows.holes),
     )
     return microbatch, rows.next_padding
+
+
+# --- a layout against the rank and the pipeline stage that it is loaded on ------------------------
+
+
+def check_rank(layout: Any, config: Any) -> None:
+    """Refuse a layout that was made for another rank: it would have the right number of rows.
+
+    Args:
+        layout: a TokenLayout; one without a cut, or what is no layout, is left to later checks.
+        config: of the chunk.
+
+    Raises:
+        LayoutError: the layout is cut for other ranks than this one and its config.
+    """
+    cut = getattr(layout, "cut", None)
+    if cut is None:
+        return
+    ranks = ParallelRanks.of(config)
+    expected = {"cp_size": ranks.cp_size, "cp_rank": ranks.cp_rank}
+    if cut.sequence_parallel and cut.tp_size > 1:
+        expected |= {"tp_size": ranks.tp_size, "tp_rank": ranks.tp_rank}
+    found = {name: getattr(cut, name) for name in expected}
+    if found != expected:
+        raise LayoutError(f"the layout is for {found}: this rank and its config are {expected}")
+
+
+def mask_of_stage(chunk: Any, config: Any, device: torch.device, layout: Any) -> Tensor:
+    """The padding mask in the shape that this stage takes, on its device.
+
+    The first stage takes [B, S] and scatters it itself over sequence-parallel ranks; a later one
+    takes this rank's part of S, as its hidden states are.
+
+    Raises:
+        LayoutError: S cannot be cut for sequence parallelism.
+    """
+    mask: Tensor = layout.padding_mask
+    ranks = ParallelRanks.of(config)
+    if ranks.sequence_parts > 1 and not getattr(chunk, "pre_process", True):
+        if mask.shape[1] % ranks.sequence_parts:
+            raise LayoutError(
+                f"{mask.shape[1]} positions: expected a multiple of {ranks.sequence_parts} for "
+                "sequence parallelism"
+            )
+        mask = ranks.own_part(mask, dim=1).contiguous()
+    return to_device(mask, device)

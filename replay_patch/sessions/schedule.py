@@ -150,7 +150,6 @@ class Replaying(Session):
         self.report = Report()
         self._overlap_every = overlap_every
         self._count_replayed = count_replayed
-        self._all_layers: tuple[int, ...] | None = None
         self._padding: int | None = None  # choices made for padding, so that the next go on
 
     def load(
@@ -179,14 +178,9 @@ class Replaying(Session):
             routes,
             layout,
             stage,
-            self._moe_layers(stage.config),
+            moe_layers(stage.config),
             self._padding,
             bool(self._overlap_every and len(stage.seen) % self._overlap_every == 0),
             self._count_replayed,
         )
         return self._loaded(stage, microbatch, layout)
-
-    def _moe_layers(self, config: Any) -> tuple[int, ...]:
-        if self._all_layers is None:
-            self._all_layers = moe_layers(config)
-        return self._all_layers

@@ -22,8 +22,7 @@ from replay_patch.refusals import installed_megatron
 from replay_patch.replay import mask_tracker
 from replay_patch.replay.microbatch_tracker import Tracker
 from replay_patch.replay.router_checks import check_capture
-from replay_patch.sessions.layout_checks import check_rank, mask_of_stage
-from replay_patch.sessions.microbatch import Microbatch
+from replay_patch.sessions.microbatch import Microbatch, check_rank, mask_of_stage
 from replay_patch.sessions.report import Report
 from replay_patch.sessions.session_replay import SessionReplay, check_router
 
@@ -115,14 +114,14 @@ class Session:
             self._refuse("load() in another thread than the first one", "one thread per session")
         self._thread = thread
         inner = unwrap(chunk)
-        for stage in self._stages:
-            if stage.chunk is inner:
-                check_rank(layout, stage.config)
-                return stage
-        raise self._error(
-            f"load() for a {type(inner).__name__} that is no chunk of this session's model",
-            "the chunk that forward_step is called with",
-        )
+        stage = next((stage for stage in self._stages if stage.chunk is inner), None)
+        if stage is None:
+            self._refuse(
+                f"load() for a {type(inner).__name__} that is no chunk of this session's model",
+                "the chunk that forward_step is called with",
+            )
+        check_rank(layout, stage.config)
+        return stage
 
     def _loaded(self, stage: Stage, microbatch: Microbatch, layout: Any) -> dict[str, Any]:
         """Hand the microbatch over; returns the keyword arguments of the model call."""
@@ -148,10 +147,7 @@ class Session:
         """Drop every reference that leaving drops."""
 
     def _refuse(self, found: str, expected: str) -> NoReturn:
-        raise self._error(found, expected)
-
-    def _error(self, found: str, expected: str) -> RouteError:
-        return RouteError(f"{installed_megatron()}, {self.name}(): {found}; expected {expected}")
+        raise RouteError(f"{installed_megatron()}, {self.name}(): {found}; expected {expected}")
 
     # --- entering and leaving ---
 
@@ -163,21 +159,19 @@ class Session:
         for router in routers.values():
             check_router(router)
         recomputes = getattr(config, "recompute_granularity", None) is not None
-        tracker = Tracker(chunk, recomputes)
         masked_itself = takes_mask(chunk)
-        device = next((p.device for p in chunk.parameters()), torch.device("cpu"))
         stage = Stage(
-            chunk,
-            config,
-            device,
-            tuple(routers),
-            tuple(routers.values()),
-            tracker,
-            masked_itself,
-            [] if masked_itself else mask_tracker.models_with_masks(chunk),
+            chunk=chunk,
+            config=config,
+            device=next((p.device for p in chunk.parameters()), torch.device("cpu")),
+            layers=tuple(routers),
+            routers=tuple(routers.values()),
+            tracker=Tracker(chunk, recomputes),
+            takes_mask=masked_itself,
+            masked_models=[] if masked_itself else mask_tracker.models_with_masks(chunk),
         )
         for layer_index, router in enumerate(stage.routers):
-            SessionReplay(router, layer_index, tracker, self.report).enter(router)
+            SessionReplay(router, layer_index, stage.tracker, self.report).enter(router)
         return stage
 
     def _check_layers(self, chunk: Any, index: int, layers: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from replay_patch.megatron.config import router_cuda_graph
 from replay_patch.refusals import Where, refuse
 from replay_patch.replay.microbatch_tracker import Load, Tracker
 from replay_patch.replay.router_checks import check_selecting, refuse_unknown_class
-from replay_patch.replay.selection import NativeTopk, Selection, ask
+from replay_patch.replay.selection import Selection, get_replay_topk
 from replay_patch.sessions.microbatch import Microbatch
 from replay_patch.sessions.report import Report
 
@@ -99,19 +99,7 @@ class SessionReplay:
         """See `ReplayObject`: a selection outside of a call has no microbatch."""
         self._load = self.uncounted_rows = None
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: NativeTopk | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As of a RouterReplay."""
-        if default_compute_topk is None:
-            expected = "the native selection"
-            refuse("get_replay_topk() without default_compute_topk", expected, Where.of(self))
-        return ask(self, scores, topk, num_groups, group_topk, default_compute_topk)
+    get_replay_topk = get_replay_topk  # the function, as a method
 
     def _ids(self, selection: Selection) -> Tensor:
         """int64 [T, K]."""
