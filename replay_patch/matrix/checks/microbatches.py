@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
+from replay_patch.matrix import tiny
 from replay_patch.matrix.checks import tools
 
 LAYERS, MICROBATCHES = 2, 4
@@ -74,8 +75,6 @@ def run_watched(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, in
     """
     import torch
     from megatron.core import parallel_state
-
-    from replay_patch.matrix import tiny
 
     seen: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
     current: dict[Any, int] = {}

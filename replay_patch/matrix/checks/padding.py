@@ -1,8 +1,10 @@
 """Checks of padding masks: padding counts in no loss and no expert bias, wherever a mask enters."""
 
+import inspect
 from typing import Any
 
 from replay_patch.errors import LayoutError
+from replay_patch.matrix import tiny
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.registry import Skip, check
 
@@ -18,8 +20,6 @@ def padding_model() -> None:
     of the batch without its rows of padding, also with full recompute; a mask without padding
     changes nothing."""
     import torch
-
-    from replay_patch.matrix import tiny
 
     tiny.init()
     for kind in ("aux_loss", "seq_aux_loss"):
@@ -41,8 +41,6 @@ def padding_bias() -> None:
     [tokens, 1]; also with as many tokens as experts, and with one token."""
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
-
-    from replay_patch.matrix import tiny
 
     if not hasattr(TopKRouter, "_apply_expert_bias"):
         raise Skip("this release counts for the expert bias in its routing; see padding-counts")
@@ -67,8 +65,6 @@ def padding_counts() -> None:
     recompute; without gradients nothing is counted."""
     import torch
 
-    from replay_patch.matrix import tiny
-
     tiny.init()
     expected = _counts(_model("none", **BIAS), LENGTH, LENGTH)
     for recompute in ({}, FULL):
@@ -86,8 +82,6 @@ def padding_only() -> None:
     import torch
     from megatron.core.transformer.moe import router as module
 
-    from replay_patch.matrix import tiny
-
     if not hasattr(module, "get_tokens_per_expert_and_token_count"):
         raise Skip("this release's auxiliary losses take no mask; see padding-model")
     tiny.init()
@@ -104,12 +98,8 @@ def padding_only() -> None:
 def padding_shape() -> None:
     """From 0.16 on: an MoE layer takes its part of a mask that is not cut for sequence
     parallelism, leaves one that is alone, and refuses another shape."""
-    import inspect
-
     import torch
     from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from replay_patch.matrix import tiny
 
     if "padding_mask" not in inspect.signature(MoELayer.forward).parameters:
         raise Skip("this release's MoE layer takes no padding_mask")
@@ -132,7 +122,6 @@ def padding_shape() -> None:
 def mtp_recompute() -> None:
     """With multi-token prediction and full recompute a model runs, with a mask where the release
     takes one, and its gradients are those without recompute."""
-    from replay_patch.matrix import tiny
     from replay_patch.megatron import models
 
     tiny.init()
@@ -150,7 +139,6 @@ def mtp_recompute() -> None:
 def block_recompute() -> None:
     """From 0.16 on: with a recompute of some layers only (`recompute_method="block"`) the others
     have the padding mask, too; gradients are those without recompute."""
-    from replay_patch.matrix import tiny
     from replay_patch.megatron import models
 
     tiny.init()
@@ -186,8 +174,6 @@ def _losses(kind: str) -> dict[str, Any]:
 
 
 def _model(kind: str, **options: Any) -> Any:
-    from replay_patch.matrix import tiny
-
     tiny.clear_aux_tracker()
     z_loss = {} if kind == "none" else {"moe_z_loss_coeff": 0.1}
     config = tools.config(num_layers=LAYERS, replay=False, **_losses(kind), **z_loss, **options)
@@ -236,8 +222,6 @@ def _counts(model: Any, length: int, total: int, backward: bool = True) -> list[
 
 def _rank(rank: int, world: int, init_file: str, options: dict[str, Any]) -> None:
     import torch
-
-    from replay_patch.matrix import tiny
 
     tiny.init(world, rank, init_file, **tools.group_sizes(options))
     runs = []

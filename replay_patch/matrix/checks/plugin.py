@@ -10,7 +10,10 @@ import subprocess
 import sys
 from typing import Any
 
+import replay_patch
+from replay_patch.matrix import tiny
 from replay_patch.matrix.registry import check
+from replay_patch.patching.registry import patches
 
 FLAGS = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
 
@@ -20,8 +23,6 @@ def activation() -> None:
     """`import torch` activates the plugin, or `import replay_patch.auto` where torch loads none;
     then every patch is in place or not needed."""
     import torch
-
-    import replay_patch
 
     ask = "import replay_patch, json; print(json.dumps(replay_patch.status().trigger))"
     if hasattr(torch, "_import_device_backends"):  # from 2.5 on
@@ -63,8 +64,6 @@ def off_is_off() -> None:
 
 def digest() -> str:
     """Of output and gradients of a small model in training, which uses no replay."""
-    from replay_patch.matrix import tiny
-
     tiny.init()
     config = tiny.moe_config(moe_z_loss_coeff=1e-3)
     model = tiny.gpt_model(config)
@@ -82,8 +81,6 @@ def digest() -> str:
 
 def ours() -> list[str]:
     """Functions of this package in the modules of Megatron that patches change."""
-    from replay_patch.patching.registry import patches
-
     modules = {target.partition(":")[0] for patch in patches() for target in patch.targets}
     found = []
     for name in sorted(modules & sys.modules.keys()):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import replay_patch
+from replay_patch.matrix import tiny
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.checks.microbatches import (
     LAYERS,
@@ -17,9 +19,6 @@ from replay_patch.matrix.checks.microbatches import (
 
 def on_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
     """What the check `schedule` proves, on one rank; `options` are config fields."""
-    import replay_patch
-    from replay_patch.matrix import tiny
-
     options = {"num_layers": LAYERS} | options
     tiny.init(world, rank, init_file, **tools.group_sizes(options))
     config = tools.config(replay=False, **options)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from replay_patch.errors import ReplayPatchError
+from replay_patch.matrix import tiny
+from replay_patch.matrix.ranks import launch
 from replay_patch.matrix.registry import Skip
 
 EXPERTS, TOPK, SEQUENCE, BATCH, HIDDEN = 6, 2, 8, 2, 16
@@ -14,8 +16,6 @@ TOKENS = SEQUENCE * BATCH
 
 def config(*, replay: bool = True, **options: Any) -> Any:
     """Of a model without auxiliary loss; with replay on, unless not even asked for."""
-    from replay_patch.matrix import tiny
-
     defaults = {
         **({"enable_routing_replay": True} if replay else {}),
         "num_layers": 4,
@@ -101,8 +101,6 @@ def mean_loss(losses: Any) -> tuple[Any, dict[str, Any]]:
 
 def on_ranks(rank: Callable[..., None], **options: Any) -> None:
     """Run `rank(rank, world, init_file, options)` on two ranks; `options` are config fields."""
-    from replay_patch.matrix.ranks import launch
-
     launch(rank, 2, (options,))
 
 
