@@ -7,14 +7,7 @@ from typing import Any
 import replay_patch
 from replay_patch.errors import RouteError
 from replay_patch.matrix import ascend_bed, tiny
-from replay_patch.matrix.checks import (
-    microbatches,
-    padding,
-    routing,
-    schedules,
-    sessions,
-    tools,
-)
+from replay_patch.matrix.checks import padding, routing, schedules, sessions, tools
 from replay_patch.matrix.checks.plugin import is_ours
 from replay_patch.matrix.ranks import launch
 from replay_patch.matrix.registry import Skip, check
@@ -215,19 +208,19 @@ def _routers_rank(rank: int, world: int, init_file: str | None, options: dict[st
         def forward(self, hidden: Any) -> Any:
             return [router(hidden) for router in self.routers]
 
-    chunk, layout = Routers(), microbatches.layout_of(config)
+    chunk, layout = Routers(), sessions.layout_of(config)
     rows = tools.SEQUENCE // world
     hidden = tools.hidden_states()[rank * rows : (rank + 1) * rows]
     with replay_patch.recording(chunk) as record:
         record.load(chunk, layout)
         native = [routing_map for _, routing_map in chunk(hidden)]
-    given = microbatches.other_routes((1, 2))[: len(microbatches.LENGTHS)]
+    given = sessions.other_routes((1, 2))[: len(sessions.LENGTHS)]
     with replay_patch.replaying(chunk) as replay:
         replay.load(chunk, given, layout)
         found = [routing_map for _, routing_map in chunk(hidden)]
     for what, routes, maps in (("recorded", record.routes(), native), ("replayed", given, found)):
         for number, routing_map in enumerate(maps, start=1):
-            wanted = microbatches.wanted_maps(routes, 0, number, layout)
+            wanted = sessions.wanted_maps(routes, 0, number, layout)
             real = wanted.any(1)
             assert real.any(), f"rank {rank}: no row has a route"
             tools.same_map(wanted[real], routing_map[real], f"{what}, rank {rank}, layer {number}")
