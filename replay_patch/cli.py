@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,25 +100,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
+    several: Any = {"action": "append", "default": []}
     parser.add_argument("--list", action="store_true", help="list the checks; run nothing")
     parser.add_argument(
         "--megatron",
-        action="append",
-        default=[],
+        **several,
         metavar="V,V",
         help='releases, downloaded once; "latest" is the newest tested one, "all" are all of them',
     )
     parser.add_argument(
         "--megatron-path",
-        action="append",
-        default=[],
+        **several,
         metavar="DIR",
         help="a source checkout, a fork, a nightly: the folder that holds megatron/ (repeatable)",
     )
     parser.add_argument(
         "--mindspeed-path",
-        action="append",
-        default=[],
+        **several,
         metavar="DIR[=V]",
         help="a MindSpeed checkout, run with the Megatron that it is for: by its branch or folder "
         "name, or said by =V or =MEGATRON_DIR (repeatable)",
@@ -151,22 +150,11 @@ def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
         _write("JSON", args.json, json.dumps(data, indent=2) + "\n")
 
 
-def _write(what: str, path: str, text: str) -> None:
-    with _write_errors(what, path):
-        Path(path).write_text(text, encoding="utf-8")
-
-
-def _check_writable(what: str, path: str) -> None:
-    """Before the work, not after."""
-    with _write_errors(what, path):
-        Path(path).open("a").close()
-
-
-@contextlib.contextmanager
-def _write_errors(what: str, path: str) -> Iterator[None]:
-    """Give an OSError of the block the name of the file, as an error of ours."""
+def _write(what: str, path: str, text: str | None) -> None:
+    """Write a file; with None only make sure that it can be written."""
     try:
-        yield
+        with Path(path).open("a" if text is None else "w", encoding="utf-8") as file:
+            file.write(text or "")
     except OSError as error:
         raise ReplayPatchError(f"the {what} cannot be written to {path}: {error}") from error
 
@@ -192,9 +180,7 @@ def _matrix(args: argparse.Namespace) -> int:
     from replay_patch.matrix import planning, report, runner
     from replay_patch.matrix.checks import CHECKS
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    say = functools.partial(print, file=sys.stderr, flush=True)
     names = list(CHECKS) if args.only is None else _comma_separated(args.only)
     unknown = [name for name in names if name not in CHECKS]
     if unknown or not names:
@@ -231,7 +217,7 @@ def _check_matrix_options(args: argparse.Namespace) -> None:
         )
     for what, path in (*_files(args), ("JSON", args.json)):
         if path not in (None, "-"):
-            _check_writable(what, path)
+            _write(what, path, None)
     for option in ("megatron", "megatron_path", "mindspeed_path"):
         for value in getattr(args, option):
             # An unset variable of a CI does not mean the installed one.
