@@ -62,8 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="of weights, tokens and sampling")
     demo.add_argument("--cache", metavar="DIR", help="where releases are kept")
     demo.add_argument("--plot", metavar="FILE.png", help="also draw the figures (extra: plot)")
-    _add_json(demo)
-    demo.set_defaults(command=_demo)
 
     matrix = commands.add_parser(
         "matrix",
@@ -72,8 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code 1 if one fails or cannot be run.",
     )
     _add_matrix_options(matrix)
-    _add_json(matrix)
-    matrix.set_defaults(command=_matrix)
 
     doctor = commands.add_parser(
         "doctor",
@@ -81,12 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Imports torch and Megatron as a job would. Exit code 1 if replay was asked "
         "for (REPLAY_PATCH=1) and is not fully active.",
     )
-    _add_json(doctor)
-    doctor.set_defaults(command=_doctor)
 
     patches = commands.add_parser("patches", help="list the patches and why each exists")
-    _add_json(patches)
-    patches.set_defaults(command=_patches)
 
     run = commands.add_parser(
         "run",
@@ -95,7 +87,18 @@ def _parser() -> argparse.ArgumentParser:
         "import torch_npu first: activates the plugin at the start of every Python process.",
     )
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
-    run.set_defaults(command=_run)
+
+    functions = {demo: _demo, matrix: _matrix, doctor: _doctor, patches: _patches, run: _run}
+    for command, function in functions.items():
+        command.set_defaults(command=function)
+        if command is not run:
+            command.add_argument(
+                "--json",
+                nargs="?",
+                const="-",
+                metavar="FILE",
+                help="write JSON to FILE, or to stdout in place of the text",
+            )
     return parser
 
 
@@ -129,16 +132,6 @@ def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", metavar="DIR", help="where releases are kept")
     parser.add_argument("--junit", metavar="FILE", help="also write JUnit XML")
     parser.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON to FILE, or to stdout in place of the text",
-    )
 
 
 def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:

@@ -11,7 +11,6 @@ from replay_patch.matrix.registry import Skip, check
 LENGTH = tools.SEQUENCE - 2  # real tokens of each sequence
 LAYERS, MICROBATCHES = 2, 2
 BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @check("padding-model")
@@ -24,7 +23,7 @@ def padding_model() -> None:
     tiny.init()
     for kind in ("aux_loss", "seq_aux_loss"):
         expected = _gradients(_model(kind), LENGTH, LENGTH)
-        for recompute in ({}, FULL):
+        for recompute in ({}, tools.FULL):
             where = f"{kind}, {'with' if recompute else 'without'} recompute"
             _same(expected, _gradients(_model(kind, **recompute), LENGTH, tools.SEQUENCE), where)
         whole = _gradients(_model(kind), tools.SEQUENCE, tools.SEQUENCE, masked=False)
@@ -67,7 +66,7 @@ def padding_counts() -> None:
 
     tiny.init()
     expected = _counts(_model("none", **BIAS), LENGTH, LENGTH)
-    for recompute in ({}, FULL):
+    for recompute in ({}, tools.FULL):
         found = _counts(_model("none", **BIAS, **recompute), LENGTH, tools.SEQUENCE)
         assert found == expected, f"counts {found}, expected {expected}, {recompute or 'plain'}"
     with torch.no_grad():
@@ -127,12 +126,7 @@ def mtp_recompute() -> None:
     tiny.init()
     options = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
     masked = models.takes_mask(_model("aux_loss"))
-    plain, full = (
-        _gradients(_model("aux_loss", **options, **more), LENGTH, tools.SEQUENCE, masked=masked)
-        for more in ({}, FULL)
-    )
-    for name, gradient in plain.items():
-        tools.same_bits(gradient, full[name], f"gradient of {name}")
+    _same_with_recompute(tools.FULL, masked, **options)
 
 
 @check("block-recompute")
@@ -144,12 +138,7 @@ def block_recompute() -> None:
     tiny.init()
     if not models.takes_mask(_model("none")):
         raise Skip("this release's model takes no padding_mask; see padding-model")
-    block = {**FULL, "recompute_method": "block"}
-    plain, found = (
-        _gradients(_model("aux_loss", **more), LENGTH, tools.SEQUENCE) for more in ({}, block)
-    )
-    for name, gradient in plain.items():
-        tools.same_bits(gradient, found[name], f"gradient of {name}")
+    _same_with_recompute(tools.FULL | {"recompute_method": "block"})
 
 
 @check("padding-tp-sp", ranks=2)
@@ -209,6 +198,15 @@ def _same(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
     for name, gradient in expected.items():
         distance = float((gradient - found[name]).norm() / gradient.norm().clamp(min=1e-12))
         assert distance < 1e-5, f"{where}: the gradient of {name} is off by {distance:.1e}"
+
+
+def _same_with_recompute(recompute: dict[str, Any], masked: bool = True, **options: Any) -> None:
+    """A model's gradients are bitwise those that it has with this recompute."""
+    plain, recomputed = (
+        _gradients(_model("aux_loss", **options, **more), LENGTH, tools.SEQUENCE, masked=masked)
+        for more in ({}, recompute)
+    )
+    tools.all_same_bits(plain, recomputed, "gradient of ")
 
 
 def _counts(model: Any, length: int, total: int, backward: bool = True) -> list[list[float]]:

@@ -85,8 +85,9 @@ def ours() -> list[str]:
     found = []
     for name in sorted(modules & sys.modules.keys()):
         for key, value in vars(sys.modules[name]).items():
-            members = {f"{key}.{k}": v for k, v in vars(value).items()} if _is_class(value) else {}
-            for path, function in ({key: value} | members).items():
+            members = vars(value) if isinstance(value, type) else {}
+            named = {key: value} | {f"{key}.{k}": v for k, v in members.items()}
+            for path, function in named.items():
                 function = getattr(function, "__func__", function)
                 if is_ours(function):
                     found.append(f"{name}:{path}")
@@ -97,10 +98,6 @@ def is_ours(function: Any) -> bool:
     """Whether a function is of this package, and not of its matrix."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     return "replay_patch" in file and "matrix" not in file
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, type)
 
 
 @check("config-fields", replays=True)

@@ -32,8 +32,7 @@ def record() -> None:
     for name, options in VARIANTS.items():
         router, native = _pair(options)
         found, expected = _run(router, action="RECORD"), _run(native)
-        for what in expected:
-            tools.same_bits(expected[what], found[what], f"{name}, recording: {what}")
+        tools.all_same_bits(expected, found, f"{name}, recording: ")
         if "capacity" not in name:  # which drops some of what is chosen
             ids = router.router_replay.get_recorded_indices()
             tools.same_map(expected["map"], tools.as_map(ids), f"{name}: the recorded ids")
@@ -91,22 +90,18 @@ def recompute() -> None:
     """With activation recompute, in full or of the MoE layers alone, the recompute sees the experts
     of its forward, and all gradients are bitwise those without recompute."""
     tiny.init()
-    full = {"recompute_granularity": "full", "recompute_num_layers": 1}
-    moe: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    kinds = {
-        "no recompute": {},
-        "full, uniform": full | {"recompute_method": "uniform"},
-        "full, block": full | {"recompute_method": "block"},
-        "selective, moe": moe,
+    kinds: dict[str, dict[str, Any]] = {
+        "full, uniform": tools.FULL,
+        "full, block": tools.FULL | {"recompute_method": "block"},
+        "selective, moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     }
-    reference, calls = train(kinds.pop("no recompute"))
+    reference, calls = train({})
     assert calls == 2, f"two routers ran {calls} times without recompute"
     for name, options in kinds.items():
         gradients, calls = train(options)
         expected = 3 if "block" in name else 4
         assert calls == expected, f"{name}: routers ran {calls} times, expected {expected}"
-        for parameter, found in gradients.items():
-            tools.same_bits(reference[parameter], found, f"{name}: gradient of {parameter}")
+        tools.all_same_bits(reference, gradients, f"{name}: gradient of ")
 
 
 @check("fused-router", replays=True)
@@ -164,8 +159,7 @@ def padding_mask() -> None:
     _run(router, action="RECORD", padding_mask=mask)
     ids = router.router_replay.get_recorded_indices()
     found = _run(router, ids=ids, padding_mask=mask)
-    for what in expected:
-        tools.same_bits(expected[what], found[what], f"with a padding mask: {what}")
+    tools.all_same_bits(expected, found, "with a padding mask: ")
 
 
 def _pair(options: dict[str, Any], **later: Any) -> tuple[Any, Any]:

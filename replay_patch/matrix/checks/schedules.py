@@ -23,14 +23,7 @@ def local_layers() -> None:
                 if isinstance(frequency, int)
                 else frequency
             )
-            config = tiny.moe_config(
-                num_layers=layers,
-                moe_layer_freq=frequency,
-                pipeline_model_parallel_size=pp,
-                virtual_pipeline_model_parallel_size=vpp,
-                **(tiny.VPP_P2P if vpp else {}),
-                **options,
-            )
+            config = tools.staged_config(layers, pp, vpp, moe_layer_freq=frequency, **options)
             begin = 0
             for stage, count in enumerate(counts):
                 where = {"pp_rank": stage % pp, "vp_stage": None if vpp is None else stage // pp}

@@ -67,22 +67,15 @@ def layer_map() -> None:
         (8, 2, 2, {}),
         (10, 3, None, uneven),
         (12, 3, 2, uneven | {"num_layers_in_first_pipeline_stage": 4}),
+        (14, 3, 2, {"num_layers_in_last_pipeline_stage": 2}),  # overlaps in 0.12, 0.13
     ]
-    cases.append((14, 3, 2, {"num_layers_in_last_pipeline_stage": 2}))  # overlaps in 0.12, 0.13
-    embedding, layer, loss = "embedding", "decoder", "loss"
-    layout = [[embedding, layer], [layer, layer, layer], [layer, loss]]
+    layout = [["embedding", "decoder"], ["decoder"] * 3, ["decoder", "loss"]]
     if "pipeline_model_parallel_layout" in TransformerConfig.__dataclass_fields__:  # from 0.13.1 on
         cases.append((5, 3, None, {"pipeline_model_parallel_layout": layout}))
     for layers, pp, vpp, options in cases:
         # That of core 0.17 and 0.18 reads a layout as a string after it was parsed.
         with tools.mindspeed_may_fail("'PipelineParallelLayerLayout' object has no attribute"):
-            config = tiny.moe_config(
-                num_layers=layers,
-                pipeline_model_parallel_size=pp,
-                virtual_pipeline_model_parallel_size=vpp,
-                **(tiny.VPP_P2P if vpp else {}),
-                **options,
-            )
+            config = tools.staged_config(layers, pp, vpp, **options)
         found: list[int] = []
         for vp_stage in [None] if vpp is None else range(vpp):
             for pp_rank in range(pp):

@@ -36,8 +36,7 @@ def on_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any
 
     routes = other_routes(layers)
     gradients = []
-    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    for recompute in ({}, full | {"recompute_num_layers": 1}):
+    for recompute in ({}, tools.FULL):
         tiny.clear_aux_tracker()
         config = tools.config(replay=False, **options, **recompute)
         chunks = tiny.model_chunks(config)
@@ -58,8 +57,7 @@ def on_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any
             gradients.append(reached)
     half = len(gradients) // 2
     for without, with_recompute in zip(gradients[:half], gradients[half:], strict=True):
-        for name, gradient in without.items():
-            tools.same_bits(gradient, with_recompute[name], f"rank {rank}, gradient of {name}")
+        tools.all_same_bits(without, with_recompute, f"rank {rank}, gradient of ")
     tiny.clear_aux_tracker()
     chunks = tiny.model_chunks(tools.config(**options))
     seen = run_watched(chunks, lambda chunk, m: _set_targets(chunk, routes, m, layout), train=True)
@@ -129,9 +127,7 @@ def layout_of(config: Any) -> Any:
     """Of the sequences of a microbatch, which are all alike, on this rank."""
     from megatron.core import parallel_state
 
-    from replay_patch import TokenLayout
-
-    return TokenLayout.padded(
+    return replay_patch.TokenLayout.padded(
         LENGTHS,
         tools.SEQUENCE,
         tp_size=config.tensor_model_parallel_size,
@@ -146,8 +142,6 @@ def other_routes(layers: tuple[int, ...]) -> list[Any]:
     """Routes that no router would choose, but for a last token without one and one hole more."""
     import torch
 
-    from replay_patch import Routes
-
     out = []
     for number, length in enumerate([*LENGTHS] * MICROBATCHES):
         rows = length - 1
@@ -155,7 +149,7 @@ def other_routes(layers: tuple[int, ...]) -> list[Any]:
         captured = torch.ones(rows, dtype=torch.bool)
         captured[1] = False
         stacked = torch.stack(ids, dim=1)
-        out.append(Routes(stacked, tools.EXPERTS, captured=captured, layers=layers))
+        out.append(replay_patch.Routes(stacked, tools.EXPERTS, captured=captured, layers=layers))
     return out
 
 
