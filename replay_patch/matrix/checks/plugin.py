@@ -97,7 +97,7 @@ def ours() -> list[str]:
 def is_ours(function: Any) -> bool:
     """Whether a function is of this package, and not of its matrix."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return "replay_patch" in file and "matrix" not in file
+    return "replay_patch" in file and os.path.join("replay_patch", "matrix") not in file
 
 
 @check("config-fields", replays=True)
