@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="of weights, tokens and sampling")
     demo.add_argument("--cache", metavar="DIR", help="where releases are kept")
     demo.add_argument("--plot", metavar="FILE.png", help="also draw the figures (extra: plot)")
-    _add_json(demo)
-    demo.set_defaults(command=_demo)
 
     matrix = commands.add_parser(
         "matrix",
@@ -71,8 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code 1 if one fails or cannot be run.",
     )
     _add_matrix_options(matrix)
-    _add_json(matrix)
-    matrix.set_defaults(command=_matrix)
 
     doctor = commands.add_parser(
         "doctor",
@@ -80,12 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Imports torch and Megatron as a job would. Exit code 1 if replay was asked "
         "for (REPLAY_PATCH=1) and is not fully active.",
     )
-    _add_json(doctor)
-    doctor.set_defaults(command=_doctor)
 
     patches = commands.add_parser("patches", help="list the patches and why each exists")
-    _add_json(patches)
-    patches.set_defaults(command=_patches)
 
     run = commands.add_parser(
         "run",
@@ -94,30 +87,39 @@ def _parser() -> argparse.ArgumentParser:
         "import torch_npu first: activates the plugin at the start of every Python process.",
     )
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
-    run.set_defaults(command=_run)
+
+    functions = {demo: _demo, matrix: _matrix, doctor: _doctor, patches: _patches, run: _run}
+    for command, function in functions.items():
+        command.set_defaults(command=function)
+        if command is not run:
+            command.add_argument(
+                "--json",
+                nargs="?",
+                const="-",
+                metavar="FILE",
+                help="write JSON to FILE, or to stdout in place of the text",
+            )
     return parser
 
 
 def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
+    several: Any = {"action": "append", "default": []}
     parser.add_argument("--list", action="store_true", help="list the checks; run nothing")
     parser.add_argument(
         "--megatron",
-        action="append",
-        default=[],
+        **several,
         metavar="V,V",
         help='releases, downloaded once; "latest" is the newest tested one, "all" are all of them',
     )
     parser.add_argument(
         "--megatron-path",
-        action="append",
-        default=[],
+        **several,
         metavar="DIR",
         help="a source checkout, a fork, a nightly: the folder that holds megatron/ (repeatable)",
     )
     parser.add_argument(
         "--mindspeed-path",
-        action="append",
-        default=[],
+        **several,
         metavar="DIR[=V]",
         help="a MindSpeed checkout, run with the Megatron that it is for: by its branch or folder "
         "name, or said by =V or =MEGATRON_DIR (repeatable)",
@@ -132,16 +134,6 @@ def _add_matrix_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON to FILE, or to stdout in place of the text",
-    )
-
-
 def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
     if args.json == "-":
         print(json.dumps(data, indent=2))
@@ -151,22 +143,11 @@ def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
         _write("JSON", args.json, json.dumps(data, indent=2) + "\n")
 
 
-def _write(what: str, path: str, text: str) -> None:
-    with _write_errors(what, path):
-        Path(path).write_text(text, encoding="utf-8")
-
-
-def _check_writable(what: str, path: str) -> None:
-    """Before the work, not after."""
-    with _write_errors(what, path):
-        Path(path).open("a").close()
-
-
-@contextlib.contextmanager
-def _write_errors(what: str, path: str) -> Iterator[None]:
-    """Give an OSError of the block the name of the file, as an error of ours."""
+def _write(what: str, path: str, text: str | None) -> None:
+    """Write a file; with None only make sure that it can be written."""
     try:
-        yield
+        with Path(path).open("a" if text is None else "w", encoding="utf-8") as file:
+            file.write(text or "")
     except OSError as error:
         raise ReplayPatchError(f"the {what} cannot be written to {path}: {error}") from error
 
@@ -192,9 +173,7 @@ def _matrix(args: argparse.Namespace) -> int:
     from replay_patch.matrix import planning, report, runner
     from replay_patch.matrix.checks import CHECKS
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    say = functools.partial(print, file=sys.stderr, flush=True)
     names = list(CHECKS) if args.only is None else _comma_separated(args.only)
     unknown = [name for name in names if name not in CHECKS]
     if unknown or not names:
@@ -231,7 +210,7 @@ def _check_matrix_options(args: argparse.Namespace) -> None:
         )
     for what, path in (*_files(args), ("JSON", args.json)):
         if path not in (None, "-"):
-            _check_writable(what, path)
+            _write(what, path, None)
     for option in ("megatron", "megatron_path", "mindspeed_path"):
         for value in getattr(args, option):
             # An unset variable of a CI does not mean the installed one.

@@ -64,15 +64,10 @@ def examine_patches() -> list[dict[str, Any]]:
 
 
 def _rows(status: activation.Status) -> list[dict[str, Any]]:
-    states = {p.name: p for p in status.patches}
+    states = {p.name: {"state": p.state, "reason": p.reason} for p in status.patches}
+    off = {"state": "off", "reason": ""}
     return [
-        {
-            "name": patch.name,
-            "state": states[patch.name].state if patch.name in states else "off",
-            "reason": states[patch.name].reason if patch.name in states else "",
-            "targets": list(patch.targets),
-        }
-        for patch in patches()
+        {"name": p.name, **states.get(p.name, off), "targets": list(p.targets)} for p in patches()
     ]
 
 

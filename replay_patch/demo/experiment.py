@@ -128,13 +128,11 @@ def train(
     def forward_step(parts: Iterator[Any], model: Any) -> tuple[Any, Any]:
         part = next(parts)
         tokens = rollout.tokens[part]
-        for layer, entry in enumerate(replay_objects(model)):
-            entry.clear_indices()
-            entry.clear_router_replay_action()
-            if replay:
-                target = rollout.routes[:, part, layer].reshape(-1, sizes.topk)
-                entry.set_target_indices(target)
-                entry.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        _clear(model)
+        for layer, entry in enumerate(replay_objects(model) if replay else []):
+            target = rollout.routes[:, part, layer].reshape(-1, sizes.topk)
+            entry.set_target_indices(target)
+            entry.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         logits = model(tokens, positions(tokens), None)
         routing = stacked(maps).view(sizes.length, len(tokens), sizes.layers, sizes.experts)
 
@@ -165,10 +163,11 @@ def train(
         )
         optimizer.step()
         losses.append(sum(float(output["loss"]) for output in outputs) / len(outputs))
-        routing, log_probs = _joined(seen)
+        routings, log_probs = zip(*seen, strict=True)
+        routing = torch.cat(routings, dim=1)
         if (routing.sum(-1) != sizes.topk).any():
             raise ReplayPatchError(f"demo: a token did not get {sizes.topk} different experts")
-        measured = compare(rollout, routing, log_probs, sizes)
+        measured = compare(rollout, routing, torch.cat(log_probs), sizes)
         if replay and measured["router_decisions_differ"] != 0:
             raise ReplayPatchError(
                 f"demo: replay did not hold: in training step {step + 1}, "
@@ -176,9 +175,7 @@ def train(
                 "differ from the rollout's; expected none"
             )
         first = first or measured
-    for entry in replay_objects(model):
-        entry.clear_indices()
-        entry.clear_router_replay_action()
+    _clear(model)
     return first, losses
 
 
@@ -204,11 +201,10 @@ def compare(rollout: Rollout, routing: Any, log_probs: Any, sizes: Sizes) -> dic
     }
 
 
-def _joined(seen: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    import torch
-
-    routing, log_probs = zip(*seen, strict=True)
-    return torch.cat(routing, dim=1), torch.cat(log_probs)
+def _clear(model: Any) -> None:
+    for entry in replay_objects(model):
+        entry.clear_indices()
+        entry.clear_router_replay_action()
 
 
 def _copy(weights: dict[str, Any], model: Any) -> None:

@@ -4,11 +4,11 @@
 own, so that neither torch nor Megatron of the calling process is touched.
 """
 
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from replay_patch.errors import ReplayPatchError
@@ -43,34 +43,24 @@ def run_demo(
         ReplayPatchError: the release cannot be had, or the job failed (its last lines are shown).
     """
     started = time.monotonic()
-    say = progress or _to_stderr
+    say = progress or functools.partial(print, file=sys.stderr, flush=True)
     if megatron_path is None:
         say(f"Megatron-core {megatron} (downloaded at its first use)")
         folder = environments.environment(megatron, cache)
     else:
         folder = environments.checkout(megatron_path)
-    result = _run_job(folder, seed, say)
-    result["seconds"] = round(time.monotonic() - started, 1)
-    return result
-
-
-def _run_job(megatron: Path, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    arguments = ("--seed", str(seed), "--megatron", str(megatron))
+    arguments = ("--seed", str(seed), "--megatron", str(folder))
     result: dict[str, Any] | None = None
-    with child("replay_patch.demo.experiment", *arguments, env=environ([megatron])) as job:
+    with child("replay_patch.demo.experiment", *arguments, env=environ([folder])) as job:
         while (message := job.next_message()) is not None:
             if "progress" in message:
-                progress(message["progress"])
+                say(message["progress"])
             else:
                 result = message["result"]
-    if job.exit_code == 0 and result is not None:
-        return result
-    shown = "\n".join(f"  {line}" for line in job.last_lines())
-    raise ReplayPatchError(
-        f"demo: the job on {megatron} ended with exit code {job.exit_code}; it said:\n{shown}"
-    )
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    if job.exit_code != 0 or result is None:
+        shown = "\n".join(f"  {line}" for line in job.last_lines())
+        raise ReplayPatchError(
+            f"demo: the job on {folder} ended with exit code {job.exit_code}; it said:\n{shown}"
+        )
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result

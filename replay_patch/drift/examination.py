@@ -8,7 +8,7 @@ That is what `examine` runs and compares with the tested releases.
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replay_patch.drift.comparison import NEEDED, compare, patches_compared, watched
@@ -27,7 +27,6 @@ def examine(
     python_path: Sequence[str | os.PathLike[str]] | None = None,
     *,
     module: str = _MODULE,
-    env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> dict[str, Any]:
     """Compare the Megatron that a fresh interpreter finds, with the plugin off. Never raises.
@@ -35,7 +34,6 @@ def examine(
     Args:
         python_path: folders to look in before those of this process.
         module: what the interpreter runs; it calls `say_fingerprints`.
-        env: variables to set; not PYTHONPATH.
         timeout: in seconds; importing Megatron takes about three.
 
     Returns:
@@ -43,7 +41,7 @@ def examine(
         what could not be looked at and why, or None.
     """
     try:
-        seen = installed_fingerprints(python_path, module=module, env=env, timeout=timeout)
+        seen = installed_fingerprints(python_path, module=module, timeout=timeout)
     except (ReplayPatchError, OSError) as error:
         return {"megatron": None, "drift": [], "problem": str(error)}
     targets = seen["targets"]
@@ -56,7 +54,6 @@ def installed_fingerprints(
     python_path: Sequence[str | os.PathLike[str]] | None = None,
     *,
     module: str = _MODULE,
-    env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> dict[str, Any]:
     """What `say_fingerprints` says in a fresh interpreter; the arguments are those of `examine`.
@@ -69,8 +66,7 @@ def installed_fingerprints(
         OSError: the interpreter cannot be started.
     """
     paths = [os.path.abspath(path) for path in (*(python_path or ()), *sys.path)]
-    environ = {**os.environ, **(env or {}), "REPLAY_PATCH": "0"}
-    environ["PYTHONPATH"] = os.pathsep.join(paths)
+    environ = os.environ | {"REPLAY_PATCH": "0", "PYTHONPATH": os.pathsep.join(paths)}
     with child(module, env=environ) as interpreter:
         try:
             seen = interpreter.next_message(timeout)

@@ -1,26 +1,34 @@
-"""Each check in a process of its own, forked from this one: some at once, none for too long."""
+"""Each check in a process of its own, forked from this one: some at once, none for too long.
+
+What is told of a check that fails, hangs or dies is made here, too.
+"""
 
 import contextlib
 import faulthandler
 import json
 import os
+import re
 import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay_patch.matrix.failure_texts import described, innermost_frames, last_lines
 from replay_patch.matrix.registry import Check, Skip
 
-__all__ = ["run_all", "try_check"]
+__all__ = ["described", "run_all", "try_check"]
 
 _WRITE_TRACE = signal.SIGUSR1  # makes a process write where it is
 _TRACE_SECONDS = 0.2
 _POLL_SECONDS = 0.01
+_LINES_SHOWN = 12
+_FRAMES_SHOWN = 6  # of each process
+# In what `ranks.launch` raises: the end of a rank's traceback, which says what went wrong there.
+_RANK_FAILED = re.compile(r"^[\w.]*(?:Error|NotActive)\b.*", re.M)
 
 
 @dataclass
@@ -125,12 +133,12 @@ def _outcome(cell: _Cell, ended: int | None, timeout: float) -> dict[str, Any]:
     if ended == 0 and result.exists():
         status, detail = json.loads(result.read_text())
     elif ended is None:
-        frames = innermost_frames(cell.folder) or last_lines(log)
+        frames = _innermost_frames(cell.folder) or _last_lines(log)
         status = "error"
         detail = f"still running after {timeout:g} s, and killed. It was at:\n{frames}"
     else:
         name = signal.Signals(-ended).name if ended < 0 else f"exit code {ended}"
-        status, detail = "error", f"its process died ({name}):\n{last_lines(log)}"
+        status, detail = "error", f"its process died ({name}):\n{_last_lines(log)}"
     seconds = round(time.monotonic() - cell.started, 2)
     return {
         "check": cell.check.name,
@@ -138,3 +146,42 @@ def _outcome(cell: _Cell, ended: int | None, timeout: float) -> dict[str, Any]:
         "seconds": seconds,
         "detail": detail.strip().encode("utf-8", "replace").decode(),  # a surrogate is no text
     }
+
+
+# --- what is told of a check that fails, hangs or dies, in a few lines --------------------------
+
+
+def described(error: BaseException) -> str:
+    """Its text, and where it was raised: the last place in a check, and the very last one."""
+    if on_ranks := dict.fromkeys(_RANK_FAILED.findall(str(error))):
+        causes = [text for text in on_ranks if "gloo" not in text]  # the others lost their peer
+        return _shortened("\n".join(causes or on_ranks))
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}checks{os.sep}" in frame.filename]
+    lines = [
+        f"at {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in (*ours[-1:], *frames[-1:])
+    ]
+    text = _shortened(f"{type(error).__name__}: {error}")
+    return "\n".join([text, *(line[:500] for line in dict.fromkeys(lines))])
+
+
+def _innermost_frames(folder: Path) -> str:
+    """Where the check and its ranks are: what each has written into a `.trace` file there."""
+    out = []
+    for trace in sorted(folder.rglob("*.trace")):
+        text = trace.read_text(errors="replace").splitlines()
+        frames = [line.strip() for line in text if line.startswith("  File ")][:_FRAMES_SHOWN]
+        out += [f"{trace.stem}:", *(f"  {frame}" for frame in frames)] if frames else []
+    return "\n".join(out)
+
+
+def _last_lines(path: Path) -> str:
+    """Of a file, if there is one."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return "\n".join(text.strip().splitlines()[-_LINES_SHOWN:])
+
+
+def _shortened(text: str) -> str:
+    lines = [line[:500] for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(lines[:_LINES_SHOWN])

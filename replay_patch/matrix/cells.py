@@ -17,9 +17,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from replay_patch.matrix.cell_processes import run_all
+from replay_patch.matrix.cell_processes import described, run_all
 from replay_patch.matrix.checks import CHECKS
-from replay_patch.matrix.failure_texts import described
 from replay_patch.processes import parents_stdout
 
 __all__ = ["main"]

@@ -172,16 +172,13 @@ def _is_cuda(torch: Any, device: object) -> bool:
 # -------------------------------------------------------------------------------- 2, 3. torch.cuda
 
 
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
 class _Event:
     """An event that has always happened."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -194,25 +191,16 @@ class _Stream:
     """A stream that is always idle."""
 
     cuda_stream = stream_id = priority = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
+    __init__ = wait_stream = wait_event = synchronize = __exit__ = _nothing
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event if event is not None else _Event()
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
     def __enter__(self) -> "_Stream":
         return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
 
 class _SameForEveryDevice:

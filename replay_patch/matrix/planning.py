@@ -122,14 +122,11 @@ def _release_of(checkout: Path) -> str | None:
         branch = subprocess.run(git, capture_output=True, text=True, check=False).stdout
     for name in (branch, checkout.name):
         if match := re.search(r"core_r(\d+\.\d+\.\d+)", name):
-            return _tested(match[1])
+            minor = Version(match[1]).release[:2]
+            tested = [r for r in TESTED_RELEASES if Version(r).release[:2] == minor]
+            # Where it is not tested itself: the newest tested patch of the same minor.
+            return match[1] if match[1] in tested or not tested else tested[-1]
     return None
-
-
-def _tested(release: str) -> str:
-    """The release, or if it is not a tested one the newest tested patch of the same minor."""
-    same = [r for r in TESTED_RELEASES if Version(r).release[:2] == Version(release).release[:2]]
-    return release if release in TESTED_RELEASES or not same else same[-1]
 
 
 def is_installed(name: str) -> bool:

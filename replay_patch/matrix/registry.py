@@ -62,19 +62,14 @@ def check(
         if name in CHECKS or not function.__doc__:
             raise ValueError(f"check {name!r} is registered twice, or has no docstring")
         sentence = " ".join(function.__doc__.split())
-        needs = _needs(name, replays, every_patch)
+        groups = {name} | ({REPLAYING} if replays else set())
+        # A test leaves out each patch in turn, and wants exactly these checks to turn red.
+        needs = tuple(
+            patch.name
+            for patch in patches()
+            if every_patch or groups & {*patch.checks} or (replays and patch.vital)
+        )
         CHECKS[name] = Check(name, sentence, needs, ranks, function, mindspeed)
         return function
 
     return register
-
-
-def _needs(name: str, replays: bool, every_patch: bool) -> tuple[str, ...]:
-    """The patches without which a check fails. A test leaves out each patch in turn, and wants
-    exactly these checks to turn red."""
-    groups = {name} | ({REPLAYING} if replays else set())
-    return tuple(
-        patch.name
-        for patch in patches()
-        if every_patch or groups & {*patch.checks} or (replays and patch.vital)
-    )

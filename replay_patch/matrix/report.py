@@ -61,7 +61,7 @@ def junit(matrix: Matrix) -> str:
             case = ET.SubElement(suite, "testcase", where, time=f"{cell.seconds:.2f}")
             tag = {"fail": "failure", "error": "error", "skip": "skipped"}.get(cell.status)
             if tag:
-                detail = _printable(cell.detail)
+                detail = _NOT_IN_XML.sub("", cell.detail)
                 ET.SubElement(case, tag, message=detail.partition("\n")[0]).text = detail
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, "unicode") + "\n"
@@ -126,8 +126,3 @@ def _grouped(cells: Iterable[Cell], status: str) -> list[str]:
         first, *rest = detail.splitlines() or [""]
         lines += [f"{head} {first}", *(f"    {line}" for line in rest)]
     return lines
-
-
-def _printable(text: str) -> str:
-    """Without the characters that XML cannot hold."""
-    return _NOT_IN_XML.sub("", text)

@@ -4,16 +4,17 @@ import functools
 import types
 from typing import Any
 
-from replay_patch.matrix.checks import (
-    microbatches,
-    padding,
-    routing,
-    schedules,
-    sessions,
-    tools,
-)
+import replay_patch
+from replay_patch.errors import RouteError
+from replay_patch.matrix import ascend_bed, tiny
+from replay_patch.matrix.checks import padding, routing, schedules, sessions, tools
 from replay_patch.matrix.checks.plugin import is_ours
+from replay_patch.matrix.ranks import launch
 from replay_patch.matrix.registry import Skip, check
+from replay_patch.megatron import ascend, routers
+from replay_patch.patching import probe
+from replay_patch.patching.registry import patches
+from replay_patch.patching.wrappers import chain
 
 _PP2 = {"pipeline_model_parallel_size": 2}
 
@@ -41,10 +42,6 @@ def npu_targets() -> None:
     """Each function that a patch changes may be replaced by MindSpeed, by one of the same code, and
     wrapped: afterwards ours is there, MindSpeed's is called by it, and a schedule replays."""
     from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
-
-    from replay_patch.patching import probe
-    from replay_patch.patching.registry import patches
-    from replay_patch.patching.wrappers import chain
 
     def live(target: str) -> Any:
         found = probe.find(target)
@@ -92,8 +89,6 @@ def _passing_wrapper(function: Any) -> Any:
 
 
 def _states() -> dict[str, str]:
-    import replay_patch
-
     return {patch.name: patch.state for patch in replay_patch.status().patches}
 
 
@@ -105,8 +100,6 @@ def npu_unaligned() -> None:
         _repatch(pipeline_num_transformer_layers=listed, **_PP2)
         options: dict[str, Any] = {"num_layers": sum(map(sum, listed))} | _PP2
         if virtual:
-            from replay_patch.matrix import tiny
-
             options |= {"virtual_pipeline_model_parallel_size": virtual, **tiny.VPP_P2P}
         tools.on_ranks(_unaligned_rank, **options)
 
@@ -132,8 +125,6 @@ def _unaligned_rank(rank: int, world: int, init_file: str | None, options: dict[
 def npu_noop_layers() -> None:
     """With MindSpeed's no-op layers, which have numbers and no router, a model's routers are in the
     layers that `local_layers` says, and a schedule replays."""
-    from replay_patch.matrix.ranks import launch
-
     options = {"num_layers": 4} | _PP2
     _repatch(noop_layers="0,3", **options)
     assert launch(_noop_rank, 2, (options,)) == [(2,), (3,)]
@@ -142,10 +133,6 @@ def npu_noop_layers() -> None:
 
 
 def _noop_rank(rank: int, world: int, init_file: str | None, options: Any) -> tuple[int, ...]:
-    import replay_patch
-    from replay_patch.matrix import tiny
-    from replay_patch.megatron import routers
-
     tiny.init(world, rank, init_file, **tools.group_sizes(options))
     config = tools.config(**options)
     found = tuple(routers.decoder_routers(tiny.model_chunks(config)[0]))
@@ -168,8 +155,6 @@ def npu_capacity() -> None:
 def npu_block_recompute() -> None:
     """MindSpeed's own block recompute sees the experts of its forward, and gives the gradients of a
     run without recompute, bitwise."""
-    from replay_patch.matrix import tiny
-
     _repatch_alone(recompute_method="block")
     tiny.init()
     block = {"recompute_granularity": "full", "recompute_method": "block"}
@@ -178,8 +163,7 @@ def npu_block_recompute() -> None:
     with tools.mindspeed_may_fail("transformer_block_checkpointed_forward() got an"):
         gradients, again = routing.train(block | {"recompute_num_layers": 2})
     assert (calls, again) == (2, 4), f"two routers ran {calls} times, and {again} with recompute"
-    for name, gradient in reference.items():
-        tools.same_bits(gradient, gradients[name], f"gradient of {name}")
+    tools.all_same_bits(reference, gradients, "gradient of ")
 
 
 @check("npu-mask", mindspeed=True)
@@ -195,8 +179,6 @@ def npu_tp_extend_ep() -> None:
     """With `tp_extend_ep`, whose routing sees the tokens of all tensor-parallel ranks, routers on
     two of them record and replay each its own rows; its experts, which are NPU kernels, stay
     out."""
-    from replay_patch.patching import probe
-
     place = "megatron.core.transformer.moe.router:TopKRouter.routing"
     if "topk_softmax_with_capacity" not in probe.find(place).__code__.co_names:
         raise Skip("its routing calls a top-k function that this Megatron does not have")
@@ -212,9 +194,6 @@ def npu_tp_extend_ep() -> None:
 def _routers_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any]) -> None:
     import torch
 
-    import replay_patch
-    from replay_patch.matrix import tiny
-
     tiny.init(world, rank, init_file, **tools.group_sizes(options))
     config = tools.config(replay=False, **options)
 
@@ -228,19 +207,19 @@ def _routers_rank(rank: int, world: int, init_file: str | None, options: dict[st
         def forward(self, hidden: Any) -> Any:
             return [router(hidden) for router in self.routers]
 
-    chunk, layout = Routers(), microbatches.layout_of(config)
+    chunk, layout = Routers(), sessions.layout_of(config)
     rows = tools.SEQUENCE // world
     hidden = tools.hidden_states()[rank * rows : (rank + 1) * rows]
     with replay_patch.recording(chunk) as record:
         record.load(chunk, layout)
         native = [routing_map for _, routing_map in chunk(hidden)]
-    given = microbatches.other_routes((1, 2))[: len(microbatches.LENGTHS)]
+    given = sessions.other_routes((1, 2))[: len(sessions.LENGTHS)]
     with replay_patch.replaying(chunk) as replay:
         replay.load(chunk, given, layout)
         found = [routing_map for _, routing_map in chunk(hidden)]
     for what, routes, maps in (("recorded", record.routes(), native), ("replayed", given, found)):
         for number, routing_map in enumerate(maps, start=1):
-            wanted = microbatches.wanted_maps(routes, 0, number, layout)
+            wanted = sessions.wanted_maps(routes, 0, number, layout)
             real = wanted.any(1)
             assert real.any(), f"rank {rank}: no row has a route"
             tools.same_map(wanted[real], routing_map[real], f"{what}, rank {rank}, layer {number}")
@@ -250,11 +229,6 @@ def _routers_rank(rank: int, world: int, init_file: str | None, options: dict[st
 def npu_refusals() -> None:
     """Each feature of MindSpeed's that replay cannot work with, or was not tested with, is refused
     by name: when a router with replay on is built, and when a session begins."""
-    import replay_patch
-    from replay_patch import RouteError
-    from replay_patch.matrix import tiny
-    from replay_patch.megatron import ascend
-
     tiny.init()
     model = tiny.gpt_model(tools.config(replay=False))
     config = tools.config()
@@ -275,22 +249,16 @@ def npu_refusals() -> None:
 
 
 def _repatch(**arguments: Any) -> None:
-    from replay_patch.matrix import ascend_bed
-
     if not ascend_bed.repatch(**arguments):
         raise Skip("this MindSpeed has no repatch: its features are chosen on a command line")
 
 
 def _repatch_alone(**arguments: Any) -> None:
     """With MindSpeed's features for these arguments, but not with every config having them."""
-    from replay_patch.matrix import ascend_bed
-
     _repatch(**arguments)
     vars(ascend_bed.mindspeed_args()).update(dict.fromkeys(arguments))
 
 
 def _in_place(after: str) -> None:
-    import replay_patch
-
     wrong = replay_patch.status().problems
     assert not wrong, f"after {after}: {wrong}"

@@ -1,15 +1,16 @@
 """Checks of padding masks: padding counts in no loss and no expert bias, wherever a mask enters."""
 
+import inspect
 from typing import Any
 
 from replay_patch.errors import LayoutError
+from replay_patch.matrix import tiny
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.registry import Skip, check
 
 LENGTH = tools.SEQUENCE - 2  # real tokens of each sequence
 LAYERS, MICROBATCHES = 2, 2
 BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @check("padding-model")
@@ -19,12 +20,10 @@ def padding_model() -> None:
     changes nothing."""
     import torch
 
-    from replay_patch.matrix import tiny
-
     tiny.init()
     for kind in ("aux_loss", "seq_aux_loss"):
         expected = _gradients(_model(kind), LENGTH, LENGTH)
-        for recompute in ({}, FULL):
+        for recompute in ({}, tools.FULL):
             where = f"{kind}, {'with' if recompute else 'without'} recompute"
             _same(expected, _gradients(_model(kind, **recompute), LENGTH, tools.SEQUENCE), where)
         whole = _gradients(_model(kind), tools.SEQUENCE, tools.SEQUENCE, masked=False)
@@ -41,8 +40,6 @@ def padding_bias() -> None:
     [tokens, 1]; also with as many tokens as experts, and with one token."""
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
-
-    from replay_patch.matrix import tiny
 
     if not hasattr(TopKRouter, "_apply_expert_bias"):
         raise Skip("this release counts for the expert bias in its routing; see padding-counts")
@@ -67,11 +64,9 @@ def padding_counts() -> None:
     recompute; without gradients nothing is counted."""
     import torch
 
-    from replay_patch.matrix import tiny
-
     tiny.init()
     expected = _counts(_model("none", **BIAS), LENGTH, LENGTH)
-    for recompute in ({}, FULL):
+    for recompute in ({}, tools.FULL):
         found = _counts(_model("none", **BIAS, **recompute), LENGTH, tools.SEQUENCE)
         assert found == expected, f"counts {found}, expected {expected}, {recompute or 'plain'}"
     with torch.no_grad():
@@ -85,8 +80,6 @@ def padding_only() -> None:
     auxiliary loss."""
     import torch
     from megatron.core.transformer.moe import router as module
-
-    from replay_patch.matrix import tiny
 
     if not hasattr(module, "get_tokens_per_expert_and_token_count"):
         raise Skip("this release's auxiliary losses take no mask; see padding-model")
@@ -104,12 +97,8 @@ def padding_only() -> None:
 def padding_shape() -> None:
     """From 0.16 on: an MoE layer takes its part of a mask that is not cut for sequence
     parallelism, leaves one that is alone, and refuses another shape."""
-    import inspect
-
     import torch
     from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from replay_patch.matrix import tiny
 
     if "padding_mask" not in inspect.signature(MoELayer.forward).parameters:
         raise Skip("this release's MoE layer takes no padding_mask")
@@ -132,36 +121,24 @@ def padding_shape() -> None:
 def mtp_recompute() -> None:
     """With multi-token prediction and full recompute a model runs, with a mask where the release
     takes one, and its gradients are those without recompute."""
-    from replay_patch.matrix import tiny
     from replay_patch.megatron import models
 
     tiny.init()
     options = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
     masked = models.takes_mask(_model("aux_loss"))
-    plain, full = (
-        _gradients(_model("aux_loss", **options, **more), LENGTH, tools.SEQUENCE, masked=masked)
-        for more in ({}, FULL)
-    )
-    for name, gradient in plain.items():
-        tools.same_bits(gradient, full[name], f"gradient of {name}")
+    _same_with_recompute(tools.FULL, masked, **options)
 
 
 @check("block-recompute")
 def block_recompute() -> None:
     """From 0.16 on: with a recompute of some layers only (`recompute_method="block"`) the others
     have the padding mask, too; gradients are those without recompute."""
-    from replay_patch.matrix import tiny
     from replay_patch.megatron import models
 
     tiny.init()
     if not models.takes_mask(_model("none")):
         raise Skip("this release's model takes no padding_mask; see padding-model")
-    block = {**FULL, "recompute_method": "block"}
-    plain, found = (
-        _gradients(_model("aux_loss", **more), LENGTH, tools.SEQUENCE) for more in ({}, block)
-    )
-    for name, gradient in plain.items():
-        tools.same_bits(gradient, found[name], f"gradient of {name}")
+    _same_with_recompute(tools.FULL | {"recompute_method": "block"})
 
 
 @check("padding-tp-sp", ranks=2)
@@ -186,8 +163,6 @@ def _losses(kind: str) -> dict[str, Any]:
 
 
 def _model(kind: str, **options: Any) -> Any:
-    from replay_patch.matrix import tiny
-
     tiny.clear_aux_tracker()
     z_loss = {} if kind == "none" else {"moe_z_loss_coeff": 0.1}
     config = tools.config(num_layers=LAYERS, replay=False, **_losses(kind), **z_loss, **options)
@@ -225,6 +200,15 @@ def _same(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
         assert distance < 1e-5, f"{where}: the gradient of {name} is off by {distance:.1e}"
 
 
+def _same_with_recompute(recompute: dict[str, Any], masked: bool = True, **options: Any) -> None:
+    """A model's gradients are bitwise those that it has with this recompute."""
+    plain, recomputed = (
+        _gradients(_model("aux_loss", **options, **more), LENGTH, tools.SEQUENCE, masked=masked)
+        for more in ({}, recompute)
+    )
+    tools.all_same_bits(plain, recomputed, "gradient of ")
+
+
 def _counts(model: Any, length: int, total: int, backward: bool = True) -> list[list[float]]:
     """Of each layer, what its router has counted in one step."""
     _backward(model, length, total, length < total, backward)
@@ -236,8 +220,6 @@ def _counts(model: Any, length: int, total: int, backward: bool = True) -> list[
 
 def _rank(rank: int, world: int, init_file: str, options: dict[str, Any]) -> None:
     import torch
-
-    from replay_patch.matrix import tiny
 
     tiny.init(world, rank, init_file, **tools.group_sizes(options))
     runs = []

@@ -10,7 +10,10 @@ import subprocess
 import sys
 from typing import Any
 
+import replay_patch
+from replay_patch.matrix import tiny
 from replay_patch.matrix.registry import check
+from replay_patch.patching.registry import patches
 
 FLAGS = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
 
@@ -20,8 +23,6 @@ def activation() -> None:
     """`import torch` activates the plugin, or `import replay_patch.auto` where torch loads none;
     then every patch is in place or not needed."""
     import torch
-
-    import replay_patch
 
     ask = "import replay_patch, json; print(json.dumps(replay_patch.status().trigger))"
     if hasattr(torch, "_import_device_backends"):  # from 2.5 on
@@ -63,8 +64,6 @@ def off_is_off() -> None:
 
 def digest() -> str:
     """Of output and gradients of a small model in training, which uses no replay."""
-    from replay_patch.matrix import tiny
-
     tiny.init()
     config = tiny.moe_config(moe_z_loss_coeff=1e-3)
     model = tiny.gpt_model(config)
@@ -82,14 +81,13 @@ def digest() -> str:
 
 def ours() -> list[str]:
     """Functions of this package in the modules of Megatron that patches change."""
-    from replay_patch.patching.registry import patches
-
     modules = {target.partition(":")[0] for patch in patches() for target in patch.targets}
     found = []
     for name in sorted(modules & sys.modules.keys()):
         for key, value in vars(sys.modules[name]).items():
-            members = {f"{key}.{k}": v for k, v in vars(value).items()} if _is_class(value) else {}
-            for path, function in ({key: value} | members).items():
+            members = vars(value) if isinstance(value, type) else {}
+            named = {key: value} | {f"{key}.{k}": v for k, v in members.items()}
+            for path, function in named.items():
                 function = getattr(function, "__func__", function)
                 if is_ours(function):
                     found.append(f"{name}:{path}")
@@ -99,11 +97,7 @@ def ours() -> list[str]:
 def is_ours(function: Any) -> bool:
     """Whether a function is of this package, and not of its matrix."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return "replay_patch" in file and "matrix" not in file
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, type)
+    return "replay_patch" in file and os.path.join("replay_patch", "matrix") not in file
 
 
 @check("config-fields", replays=True)

@@ -1,8 +1,10 @@
 """Checks of one router and of one process: recording, replaying, gradients, recompute."""
 
 import copy
+import inspect
 from typing import Any
 
+from replay_patch.matrix import tiny
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.registry import check
 
@@ -26,14 +28,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @check("record", replays=True)
 def record() -> None:
     """A recording router's ids are the release's own top-k, which it goes on to use."""
-    from replay_patch.matrix import tiny
-
     tiny.init()
     for name, options in VARIANTS.items():
         router, native = _pair(options)
         found, expected = _run(router, action="RECORD"), _run(native)
-        for what in expected:
-            tools.same_bits(expected[what], found[what], f"{name}, recording: {what}")
+        tools.all_same_bits(expected, found, f"{name}, recording: ")
         if "capacity" not in name:  # which drops some of what is chosen
             ids = router.router_replay.get_recorded_indices()
             tools.same_map(expected["map"], tools.as_map(ids), f"{name}: the recorded ids")
@@ -44,8 +43,6 @@ def replay() -> None:
     """Replaying a router's own ids gives bitwise the release's native output; others are used as
     given, with probabilities from the training scores."""
     import torch
-
-    from replay_patch.matrix import tiny
 
     tiny.init()
     for name, options in VARIANTS.items():
@@ -70,8 +67,6 @@ def replay() -> None:
 def gradient() -> None:
     """Gradients flow through the replayed experts: bitwise the native ones for the router's own
     ids, and not zero for experts that it would not have chosen."""
-    from replay_patch.matrix import tiny
-
     tiny.init()
     for name, options in VARIANTS.items():
         router, native = _pair(options)
@@ -94,36 +89,26 @@ def gradient() -> None:
 def recompute() -> None:
     """With activation recompute, in full or of the MoE layers alone, the recompute sees the experts
     of its forward, and all gradients are bitwise those without recompute."""
-    from replay_patch.matrix import tiny
-
     tiny.init()
-    full = {"recompute_granularity": "full", "recompute_num_layers": 1}
-    moe: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    kinds = {
-        "no recompute": {},
-        "full, uniform": full | {"recompute_method": "uniform"},
-        "full, block": full | {"recompute_method": "block"},
-        "selective, moe": moe,
+    kinds: dict[str, dict[str, Any]] = {
+        "full, uniform": tools.FULL,
+        "full, block": tools.FULL | {"recompute_method": "block"},
+        "selective, moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     }
-    reference, calls = train(kinds.pop("no recompute"))
+    reference, calls = train({})
     assert calls == 2, f"two routers ran {calls} times without recompute"
     for name, options in kinds.items():
         gradients, calls = train(options)
         expected = 3 if "block" in name else 4
         assert calls == expected, f"{name}: routers ran {calls} times, expected {expected}"
-        for parameter, found in gradients.items():
-            tools.same_bits(reference[parameter], found, f"{name}: gradient of {parameter}")
+        tools.all_same_bits(reference, gradients, f"{name}: gradient of ")
 
 
 @check("fused-router", replays=True)
 def fused_router() -> None:
     """A fused router runs unfused while it records or replays, and says so once; where a release
     has none, the flag is accepted."""
-    import inspect
-
     from megatron.core.transformer.moe.router import TopKRouter
-
-    from replay_patch.matrix import tiny
 
     tiny.init()
     calls = tools.provide_fused_kernel()
@@ -141,8 +126,6 @@ def fused_router() -> None:
 def refusals() -> None:
     """What cannot be replayed rightly is refused: a missing target, rows or columns that do not
     fit, ids out of range, a router that does not select by top-k."""
-    from replay_patch.matrix import tiny
-
     tiny.init()
     ids = tools.some_ids()
     for what, bad in {
@@ -167,8 +150,6 @@ def padding_mask() -> None:
     output and gradients, auxiliary losses included, are bitwise the same."""
     import torch
 
-    from replay_patch.matrix import tiny
-
     tiny.init()
     mask = torch.zeros(tools.SEQUENCE, tools.BATCH, dtype=torch.bool)
     mask[-2:, 0] = True
@@ -178,14 +159,11 @@ def padding_mask() -> None:
     _run(router, action="RECORD", padding_mask=mask)
     ids = router.router_replay.get_recorded_indices()
     found = _run(router, ids=ids, padding_mask=mask)
-    for what in expected:
-        tools.same_bits(expected[what], found[what], f"with a padding mask: {what}")
+    tools.all_same_bits(expected, found, "with a padding mask: ")
 
 
 def _pair(options: dict[str, Any], **later: Any) -> tuple[Any, Any]:
     """A router with replay on, and one with the same weights that never had it on."""
-    from replay_patch.matrix import tiny
-
     config = tools.config(**options)
     for name, value in later.items():
         setattr(config, name, value)
@@ -227,8 +205,6 @@ def train(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Gradients of a model of two layers that replays, and how often its routers ran."""
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-    from replay_patch.matrix import tiny
 
     model = tiny.gpt_model(tools.config(num_layers=2, **options))
     routers = tools.routers(model)

@@ -1,5 +1,7 @@
 """Checks of `recording()` and `replaying()`: whole schedules, padding, holes and full recompute."""
 
+import replay_patch
+from replay_patch.matrix import tiny
 from replay_patch.matrix.checks import sessions, tools
 from replay_patch.matrix.registry import check
 
@@ -8,9 +10,6 @@ from replay_patch.matrix.registry import check
 def local_layers() -> None:
     """`local_layers()` gives the MoE layers of any stage, without process groups: those of an even
     or uneven model, with dense layers first or between; each once over all stages."""
-    import replay_patch
-    from replay_patch.matrix import tiny
-
     first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     for layers, pp, vpp, options, counts in (
         (8, 4, None, {}, [2, 2, 2, 2]),
@@ -24,14 +23,7 @@ def local_layers() -> None:
                 if isinstance(frequency, int)
                 else frequency
             )
-            config = tiny.moe_config(
-                num_layers=layers,
-                moe_layer_freq=frequency,
-                pipeline_model_parallel_size=pp,
-                virtual_pipeline_model_parallel_size=vpp,
-                **(tiny.VPP_P2P if vpp else {}),
-                **options,
-            )
+            config = tools.staged_config(layers, pp, vpp, moe_layer_freq=frequency, **options)
             begin = 0
             for stage, count in enumerate(counts):
                 where = {"pp_rank": stage % pp, "vp_stage": None if vpp is None else stage // pp}
@@ -76,8 +68,6 @@ def pp() -> None:
 @check("vpp", replays=True, ranks=2)
 def vpp() -> None:
     """The same on two pipeline stages of two virtual stages, interleaved."""
-    from replay_patch.matrix import tiny
-
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     tools.on_ranks(sessions.on_rank, num_layers=4, **sizes, **tiny.VPP_P2P)
 

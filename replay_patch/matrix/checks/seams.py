@@ -1,12 +1,15 @@
 """Checks aimed at one patch each: they need no other one."""
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from replay_patch.errors import RouteError
+from replay_patch.matrix import tiny
 from replay_patch.matrix.checks import tools
 from replay_patch.matrix.checks.plugin import FLAGS
 from replay_patch.matrix.registry import Skip, check
@@ -15,8 +18,6 @@ from replay_patch.matrix.registry import Skip, check
 @check("config-names")
 def config_names() -> None:
     """Every config class of this release has the replay flags, off, as real fields."""
-    import dataclasses
-
     from megatron.core.transformer import transformer_config
 
     root = transformer_config.TransformerConfig
@@ -39,8 +40,6 @@ def aux_loss_method() -> None:
     router's weight."""
     import torch
 
-    from replay_patch.matrix import tiny
-
     tiny.init()
     for kind, coefficient, expected in (("aux_loss", 1e-2, True), ("none", 0.0, False)):
         options = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
@@ -61,8 +60,6 @@ def layer_map() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from replay_patch.matrix import tiny
-
     uneven = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2}
     cases: list[tuple[int, int, int | None, dict[str, Any]]] = [
         (8, 1, None, {}),
@@ -70,22 +67,15 @@ def layer_map() -> None:
         (8, 2, 2, {}),
         (10, 3, None, uneven),
         (12, 3, 2, uneven | {"num_layers_in_first_pipeline_stage": 4}),
+        (14, 3, 2, {"num_layers_in_last_pipeline_stage": 2}),  # overlaps in 0.12, 0.13
     ]
-    cases.append((14, 3, 2, {"num_layers_in_last_pipeline_stage": 2}))  # overlaps in 0.12, 0.13
-    embedding, layer, loss = "embedding", "decoder", "loss"
-    layout = [[embedding, layer], [layer, layer, layer], [layer, loss]]
+    layout = [["embedding", "decoder"], ["decoder"] * 3, ["decoder", "loss"]]
     if "pipeline_model_parallel_layout" in TransformerConfig.__dataclass_fields__:  # from 0.13.1 on
         cases.append((5, 3, None, {"pipeline_model_parallel_layout": layout}))
     for layers, pp, vpp, options in cases:
         # That of core 0.17 and 0.18 reads a layout as a string after it was parsed.
         with tools.mindspeed_may_fail("'PipelineParallelLayerLayout' object has no attribute"):
-            config = tiny.moe_config(
-                num_layers=layers,
-                pipeline_model_parallel_size=pp,
-                virtual_pipeline_model_parallel_size=vpp,
-                **(tiny.VPP_P2P if vpp else {}),
-                **options,
-            )
+            config = tools.staged_config(layers, pp, vpp, **options)
         found: list[int] = []
         for vp_stage in [None] if vpp is None else range(vpp):
             for pp_rank in range(pp):
@@ -134,8 +124,6 @@ def replay_api() -> None:
 def topk_seam() -> None:
     """Before 0.16: the release's own top-k function takes the ids of the router that runs, and
     chooses itself when none does."""
-    import inspect
-
     import torch
 
     from replay_patch.replay.router_call import replay_at_work
@@ -159,8 +147,6 @@ def topk_seam() -> None:
 def fused_seam() -> None:
     """From 0.16 on: `fused=True` with a replaying router takes the router's ids, not the fused
     kernel's."""
-    import inspect
-
     import torch
 
     function = tools.topk_function()
@@ -182,8 +168,6 @@ def fused_seam() -> None:
 def router_objects() -> None:
     """Every router says whether it has a replay object, and the words "true" and "false" of a
     command line are no truth values by accident."""
-    from replay_patch.matrix import tiny
-
     tiny.init()
     config = tiny.moe_config()
     config.moe_router_fusion = "false"
@@ -197,8 +181,6 @@ def router_objects() -> None:
 def mtp_depth() -> None:
     """The replay objects of multi-token-prediction blocks know which block they are in."""
     from megatron.core.transformer.moe.router import TopKRouter
-
-    from replay_patch.matrix import tiny
 
     tiny.init()
     with _with_replay_objects(TopKRouter):
@@ -214,8 +196,6 @@ def mtp_depth() -> None:
 def guard() -> None:
     """A router class in which replay would be ignored is refused when it is built with it on."""
     from megatron.core.transformer.moe.router import TopKRouter
-
-    from replay_patch.matrix import tiny
 
     class Own(TopKRouter):  # type: ignore[misc]
         """Never reaches TopKRouter.forward."""

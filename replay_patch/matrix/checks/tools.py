@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from replay_patch.errors import ReplayPatchError
+from replay_patch.matrix import tiny
+from replay_patch.matrix.ranks import launch
 from replay_patch.matrix.registry import Skip
 
 EXPERTS, TOPK, SEQUENCE, BATCH, HIDDEN = 6, 2, 8, 2, 16
 TOKENS = SEQUENCE * BATCH
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+"""Config fields of a full recompute."""
 
 
 def config(*, replay: bool = True, **options: Any) -> Any:
     """Of a model without auxiliary loss; with replay on, unless not even asked for."""
-    from replay_patch.matrix import tiny
-
     defaults = {
         **({"enable_routing_replay": True} if replay else {}),
         "num_layers": 4,
@@ -25,6 +27,17 @@ def config(*, replay: bool = True, **options: Any) -> Any:
         "moe_aux_loss_coeff": 0.0,
     }
     return tiny.moe_config(**defaults | options)
+
+
+def staged_config(layers: int, pp: int, vpp: int | None, **options: Any) -> Any:
+    """Of a model on `pp` pipeline ranks of `vpp` virtual stages each, unless that is None."""
+    return tiny.moe_config(
+        num_layers=layers,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        **(tiny.VPP_P2P if vpp else {}),
+        **options,
+    )
 
 
 def routers(model: Any) -> list[Any]:
@@ -101,8 +114,6 @@ def mean_loss(losses: Any) -> tuple[Any, dict[str, Any]]:
 
 def on_ranks(rank: Callable[..., None], **options: Any) -> None:
     """Run `rank(rank, world, init_file, options)` on two ranks; `options` are config fields."""
-    from replay_patch.matrix.ranks import launch
-
     launch(rank, 2, (options,))
 
 
@@ -177,3 +188,9 @@ def same_bits(expected: Any, found: Any, what: str) -> None:
 
     difference = float((expected.double() - found.double()).abs().max())
     assert torch.equal(expected, found), f"{what} differs by up to {difference:.3g}"
+
+
+def all_same_bits(expected: dict[str, Any], found: dict[str, Any], what: str) -> None:
+    """`same_bits` of each of the expected tensors, which is called `what` and its name."""
+    for name, tensor in expected.items():
+        same_bits(tensor, found[name], f"{what}{name}")
