@@ -188,7 +188,8 @@ def require_replay(feature: str) -> None:
 
 
 def _advise(what: str, wrong: list[str]) -> str:
-    return f"{what} on {installed_megatron()}: {'; '.join(wrong)}. `replay-patch doctor` says more."
+    release = "no plugin" if _activation is None else installed_megatron()
+    return f"{what} on {release}: {'; '.join(wrong)}. `replay-patch doctor` says more."
 
 
 def reinstall() -> None:
