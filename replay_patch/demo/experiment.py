@@ -167,8 +167,8 @@ def train(
 
 
 def compare(rollout: Rollout, routing: Any, log_probs: Any, sizes: Sizes) -> dict[str, float]:
-    """The four measures of the demo. `routing` are the trainer's routing maps, bool [S, B, layers,
-    experts], `log_probs` its float32 [B, S - prompt, vocabulary]."""
+    """The four measures of the demo. `routing` are the trainer's routing maps, bool
+    [S, B, layers, experts], `log_probs` its float32 [B, S - prompt, vocabulary]."""
     differs = (routing != as_map(rollout.routes, sizes.experts)).any(-1)[rollout.captured]
     theirs, ours = rollout.log_probs.double(), log_probs.double()
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)  # KL(rollout || trainer), exactly

@@ -26,8 +26,8 @@ class TokenLayout:
     Attributes:
         lengths: real tokens of each (sub-)sequence.
         padded_lengths: what each sequence takes in the model input, before any cut.
-        rows: int64 [R], the token in each router row of this rank. Row s * B + b is what Megatron's
-            router sees of [S, B, hidden]. Cut for this context-parallel rank, and with sequence
+        rows: int64 [R], the token in each router row of this rank. Megatron's router sees
+            [S, B, hidden] as rows s * B + b. Cut for this context-parallel rank, and with sequence
             parallelism for this tensor-parallel rank.
         input_rows: int64 [B, S] or [1, T], the token at each position of this rank's model input.
             Cut for this context-parallel rank, and never for sequence parallelism.
@@ -160,8 +160,8 @@ class TokenLayout:
         return self.input_rows == -1
 
     def align(self, values: Any, fill: Any) -> Any:
-        """Per-token values where the tokens are in this rank's model input: [B, S, ...] or [1, T,
-        ...], with the dtype and the device of `values`.
+        """Per-token values where the tokens are in this rank's model input: [B, S, ...] or
+        [1, T, ...], with the dtype and the device of `values`.
 
         Args:
             values: [real tokens, ...], an array, or a tensor on any device; a LayoutError for
