@@ -1,10 +1,10 @@
 """The demo itself, in a process of its own: `python -m replay_patch.demo.experiment --seed 0`.
 
-A tiny mixture-of-experts GPT of a real Megatron-core, with random weights. Its bf16 copy plays the
-rollout engine and writes responses, and what each of its routers chose is recorded. The fp32
-original is the trainer: it takes the same policy-gradient steps on those responses twice, choosing
-experts anew and replaying the recorded choices. Everything reported is read off the routers' own
-outputs and the models' own log-probabilities.
+The bf16 copy of a tiny, random mixture-of-experts GPT of a real Megatron-core plays the rollout
+engine: it writes responses, and its routers' choices are recorded. The fp32 original is the
+trainer: it takes the same policy-gradient steps on those responses twice, choosing experts anew and
+replaying the recorded choices. All that is reported is read off the routers' own outputs and the
+models' own log-probabilities.
 
 It prints JSON lines: `{"progress": "..."}` while it runs, and `{"result": {...}}`.
 """
@@ -56,19 +56,10 @@ def main(argv: list[str] | None = None) -> None:
 def run(
     seed: int, sizes: Sizes = SIZES, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Roll out once, train without and with replay from the same weights, and compare.
-
-    Args:
-        seed: of weights, prompts and sampling.
-        sizes: of model, rollout and training.
-        progress: called with a line before each part.
-
-    Returns:
-        Plain JSON types; see `replay_patch.demo.launch.run_demo`.
-
-    Raises:
-        ReplayPatchError: a captured decision was not replayed exactly.
-    """
+    """Roll out once, train without and with replay from the same weights, and compare: plain JSON
+    types, see `replay_patch.demo.launch.run_demo`. `seed` is of weights, prompts and sampling;
+    `progress` is called with a line before each part. A ReplayPatchError if a captured decision was
+    not replayed exactly."""
     progress = progress or (lambda line: None)
     replay_patch.activate()
     cpu.install()
@@ -109,12 +100,8 @@ def run(
 def train(
     model: Any, rollout: Rollout, advantages: Any, sizes: Sizes, replay: bool
 ) -> tuple[dict[str, float], list[float]]:
-    """A few policy-gradient steps through Megatron's own schedule.
-
-    Returns:
-        The four measures of the first step, where trainer and rollout have the same weights, and
-        the loss of every step.
-    """
+    """A few policy-gradient steps through Megatron's own schedule. Returns the four measures of the
+    first step, where trainer and rollout have the same weights, and the loss of every step."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
@@ -180,14 +167,8 @@ def train(
 
 
 def compare(rollout: Rollout, routing: Any, log_probs: Any, sizes: Sizes) -> dict[str, float]:
-    """The four measures of the demo.
-
-    Args:
-        rollout: what was sampled and captured.
-        routing: bool [S, B, layers, experts], the trainer's routing maps.
-        log_probs: float32 [B, S - prompt, vocabulary], the trainer's.
-        sizes: of the job.
-    """
+    """The four measures of the demo. `routing` are the trainer's routing maps, bool
+    [S, B, layers, experts], `log_probs` its float32 [B, S - prompt, vocabulary]."""
     differs = (routing != as_map(rollout.routes, sizes.experts)).any(-1)[rollout.captured]
     theirs, ours = rollout.log_probs.double(), log_probs.double()
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)  # KL(rollout || trainer), exactly

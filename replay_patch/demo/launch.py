@@ -1,8 +1,6 @@
 """`replay-patch demo`: what routing replay changes, on a real Megatron-core, in a minute on a CPU.
-
 `run_demo` fetches the release and runs `replay_patch.demo.experiment` on it in a process of its
-own, so that neither torch nor Megatron of the calling process is touched.
-"""
+own, so that neither torch nor Megatron of the calling process is touched."""
 
 import functools
 import os

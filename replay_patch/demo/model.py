@@ -8,11 +8,9 @@ from replay_patch.matrix import tiny
 
 @dataclass(frozen=True)
 class Sizes:
-    """Small enough for a minute on two slow cores.
-
-    `init_std` is what makes random weights as touchy as trained ones: with it about one router
-    decision in ten differs between bf16 and fp32, as in the models of the R3 paper.
-    """
+    """Small enough for a minute on two slow cores. `init_std` makes random weights as touchy as
+    trained ones: with it about one router decision in ten differs between bf16 and fp32, as in the
+    models of the R3 paper."""
 
     layers: int = 6
     hidden: int = 64
@@ -70,7 +68,7 @@ def watch_routing_maps(model: Any) -> dict[int, Any]:
 
 
 def replay_objects(model: Any) -> list[Any]:
-    """Of each layer, Megatron's `RouterReplay`."""
+    """Megatron's `RouterReplay` of each layer."""
     return [router.router_replay for router in _routers(model)]
 
 

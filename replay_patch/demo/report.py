@@ -62,11 +62,8 @@ def format_demo(result: dict[str, Any]) -> str:
 
 
 def plot_demo(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Draw the four measures without and with replay to an image file.
-
-    Raises:
-        ReplayPatchError: matplotlib is missing, or the file cannot be written.
-    """
+    """Draw the four measures without and with replay to an image file; a ReplayPatchError if
+    matplotlib is missing, or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

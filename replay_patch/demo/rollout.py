@@ -25,11 +25,9 @@ class Rollout:
 
 
 def roll_out(engine: Any, sizes: Sizes, generator: Any) -> Rollout:
-    """Sample a response to each random prompt, and record the routes of every token fed.
-
-    A token's route is what its routers chose when it was new, as with an engine that keeps a KV
-    cache. The last token sampled is never fed, so it has none.
-    """
+    """Sample a response to each random prompt, and record the routes of every token fed. A token's
+    route is what its routers chose when it was new, as with an engine that keeps a KV cache. The
+    last token sampled is never fed, so it has none."""
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 

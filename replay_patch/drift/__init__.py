@@ -1,1 +1,1 @@
-"""What a Megatron that no one has seen has moved under the patches, told before anything runs."""
+"""What an untested Megatron has changed under the patches, told before anything runs."""

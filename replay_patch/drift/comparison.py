@@ -1,9 +1,7 @@
-"""What a Megatron that no one has seen has moved under the patches, in words.
-
+"""What an untested Megatron has changed under the patches, in words.
 `known_targets.json` holds the fingerprints (see `fingerprints`) of all that the patches change or
 stand on, in each tested release; `compare` says what differs from them. `examination` takes the
-fingerprints of the Megatron here.
-"""
+fingerprints of the Megatron here."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,7 @@ __all__ = [
 KNOWN = Path(__file__).with_name("known_targets.json")
 
 NEEDED = "needed:"
-"""Before the name of a patch: whether it is needed."""
+"""With the name of a patch behind it, the target that says whether the patch is needed."""
 
 
 def patches_compared() -> list[Patch]:
@@ -37,10 +35,8 @@ def patches_compared() -> list[Patch]:
 
 
 def watched() -> dict[str, tuple[str, ...]]:
-    """Everything that is compared -> the patches it concerns.
-
-    Keys are `module:qualname`, `module:` (its classes), and `needed:patch` (whether it is needed).
-    """
+    """Everything that is compared -> the patches it concerns. Keys are `module:qualname`, `module:`
+    (its classes), and `needed:patch` (whether it is needed)."""
     out: dict[str, tuple[str, ...]] = {}
     for patch in patches_compared():
         own = (f"{NEEDED}{patch.name}", *patch.targets, *patch.relies_on)
@@ -59,18 +55,16 @@ def known_targets() -> dict[str, Any]:
 def compare(
     live: Mapping[str, Fingerprint], known: dict[str, Any] | None = None
 ) -> list[dict[str, str]]:
-    """What differs from every tested release.
+    """What differs from every tested release, [] if all targets are as in one of them.
 
     Args:
-        live: fingerprints of everything `watched`, as `examination` takes them. Unseen targets are
-            left out.
+        live: fingerprints of everything `watched`, by `examination`. Unseen targets are left out.
         known: as `known_targets`, which is the default.
 
     Returns:
-        One item per target and patch: `patch`, `target`, `what` (in words), and `nearest`, the
-        tested release that agrees in most targets, which the words compare with. Targets that
-        are known, but from another release than the nearest, are items too: their combination
-        is not tested. A release whose targets are all as in one tested release gives [].
+        For each target and patch one item of `patch`, `target`, `what` (in words), and `nearest`,
+        the tested release that agrees in most targets, which the words compare with. Targets known
+        from another release than the nearest are items too: their combination is not tested.
     """
     known = known_targets() if known is None else known
     tested = {
@@ -122,7 +116,7 @@ def describe(items: Sequence[Mapping[str, str]]) -> str:
 
 
 def without_reason(fingerprint: Mapping[str, Any]) -> Fingerprint:
-    """What is compared of it: reasons hold paths and versions."""
+    """The fingerprint as it is compared: without the reason, which holds paths and versions."""
     return {key: value for key, value in fingerprint.items() if key != "reason"}
 
 

@@ -1,9 +1,6 @@
 """The fingerprints of the Megatron here, taken in a fresh interpreter with the plugin off.
-
-    python -m replay_patch.drift.examination      # as JSON
-
-That is what `examine` runs and compares with the tested releases.
-"""
+`python -m replay_patch.drift.examination` prints them as JSON; `examine` runs that and compares
+them with the tested releases."""
 
 import json
 import os
@@ -56,15 +53,10 @@ def installed_fingerprints(
     module: str = _MODULE,
     timeout: float = 120.0,
 ) -> dict[str, Any]:
-    """What `say_fingerprints` says in a fresh interpreter; the arguments are those of `examine`.
-
-    Returns:
-        `megatron`, how it calls itself, and `targets`, the fingerprint of everything `watched`.
-
-    Raises:
-        ReplayPatchError: no Megatron, a crash, or out of time.
-        OSError: the interpreter cannot be started.
-    """
+    """What `say_fingerprints` says in a fresh interpreter: `megatron`, how it calls itself, and
+    `targets`, the fingerprint of everything `watched`. The arguments are those of `examine`. A
+    ReplayPatchError for no Megatron, a crash, or out of time; an OSError if the interpreter cannot
+    be started."""
     paths = [os.path.abspath(path) for path in (*(python_path or ()), *sys.path)]
     environ = os.environ | {"REPLAY_PATCH": "0", "PYTHONPATH": os.pathsep.join(paths)}
     with child(module, env=environ) as interpreter:
@@ -85,11 +77,8 @@ def installed_fingerprints(
 
 
 def say_fingerprints(before_megatron: Callable[[], None]) -> None:
-    """Import Megatron and say the fingerprints to the parent process.
-
-    Args:
-        before_megatron: called first; it makes Megatron importable.
-    """
+    """Import Megatron and say the fingerprints to the parent process. `before_megatron` is called
+    first; it makes Megatron importable."""
     os.environ["REPLAY_PATCH"] = "0"  # before torch, which loads the plugin
     stdout = parents_stdout()
     before_megatron()

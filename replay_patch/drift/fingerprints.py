@@ -1,8 +1,7 @@
 """What a patch relies on in one target, as plain JSON values that every Python makes the same.
 
 It is read from the source and not from the bytecode, which moves with Python, and leaves out
-comments, docstrings, annotations and layout. A *fingerprint* has a `kind` and, as the kind has it,
-
+comments, docstrings, annotations and layout. A *fingerprint* has a `kind` and, depending on it:
 * `parameters`: `x`, `x=None`, `*args`, `x=None, keyword only`, in the order of the signature,
 * `names`: what the code uses. Globals and parameters are written out (`torch.topk`,
   `self.config.num_moe_experts`), attributes of anything else are `.gather`, arguments passed by
@@ -41,8 +40,7 @@ _FIELDS = re.compile(
 
 def of_target(target: str) -> Fingerprint:
     """The fingerprint of the object at `module:qualname` or `module:`, which is imported. Never
-    raises: what is not there has the kind "absent", what cannot be looked at "unseen".
-    """
+    raises: what is not there has the kind "absent", what cannot be looked at "unseen"."""
     module, _, path = target.partition(":")
     problem = _import_problem(module)
     if problem is not None:
@@ -67,11 +65,8 @@ def of_need(patch: Patch) -> Fingerprint:
 
 
 def fingerprint(thing: Any) -> Fingerprint:
-    """Describe a module, class, function or method; of a wrapped one the innermost.
-
-    Args:
-        thing: as it stands in its class (a staticmethod stays one).
-    """
+    """Describe a module, class, function or method, as it stands in its class (a staticmethod stays
+    one); of a wrapped one the innermost."""
     if isinstance(thing, ModuleType):
         own = [v for v in vars(thing).values() if inspect.isclass(v)]
         names = sorted(v.__name__ for v in own if v.__module__ == thing.__name__)
@@ -211,8 +206,6 @@ def _names(definition: Any) -> set[str]:
 
     return set(used(definition))
 
-
-# --- in words -----------------------------------------------------------------------------------
 
 _SHOWN = 8  # names in one list
 

@@ -38,8 +38,8 @@ def host_list(
     error: type[ReplayPatchError] = RouteError,
     hint: str = "",
 ) -> list[Any]:
-    """The entries of a list, array or host tensor, else an error; a tensor on a device is refused
-    rather than waited for, and `hint` says more of it."""
+    """The entries of a list, array or host tensor, else an error. A tensor on a device is refused
+    rather than waited for; `hint` says more of it."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         raise error(f"{what} is on {value.device}: expected host integers{hint}")
     entries = value.tolist() if isinstance(value, Tensor | np.ndarray) else value

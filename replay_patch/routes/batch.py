@@ -17,11 +17,8 @@ from replay_patch.routes.token_layout import TokenLayout
 
 class RouteBatch(Sequence[Routes]):
     """A list of `Routes` that is not changed. They may differ in length and in layer axis.
-
-    Raises:
-        RouteError: an entry is no `Routes` (it says which), or has another number of experts or
-            another top-k than the first.
-    """
+    An entry that is no `Routes`, or has another number of experts or another top-k than the first,
+    is a RouteError that says which entry."""
 
     def __init__(self, routes: Iterable[Routes]) -> None:
         self._routes = tuple(routes)
@@ -59,9 +56,8 @@ class RouteBatch(Sequence[Routes]):
             lengths: real tokens of each sequence, host integers.
             num_experts: E of the model.
             padding_side: "right": tokens begin at position 0; "left": they end at S.
-            captured_lengths: how many tokens of each sequence have a route, from its first one on;
-                the rows of the others (zeros, mostly) are not read, and they are holes. None: all
-                rows without -1 are captured.
+            captured_lengths: how many tokens of each sequence, from its first on, have a route; the
+                rest are holes, whose rows (zeros, mostly) are not read. None: all rows without -1.
             layers, on_invalid: as in `Routes`.
 
         Raises:
@@ -96,25 +92,15 @@ class RouteBatch(Sequence[Routes]):
     def select(self, indices: Any) -> "RouteBatch":
         """The chosen trajectories in the chosen order, as often as they are chosen.
 
-        Where other fields belong to the same trajectories, use `select_fields` on all of them.
-
-        Args:
-            indices: places from 0, or one bool for each trajectory; list, array or host tensor.
-
-        Raises:
-            RouteError: a place that does not exist, or another number of bools.
+        `indices`: places from 0, or one bool for each trajectory; list, array or host tensor. A
+        RouteError for a place that does not exist, or another number of bools. Where other fields
+        belong to the same trajectories, use `select_fields` on all of them.
         """
         return RouteBatch(self._routes[i] for i in chosen_indices(indices, len(self)))
 
     def split(self, sizes: Iterable[int]) -> "list[RouteBatch]":
-        """Consecutive parts, as microbatches take them.
-
-        Args:
-            sizes: trajectories of each part; together all of them.
-
-        Raises:
-            RouteError: sizes that would leave trajectories out, or take more than there are.
-        """
+        """Consecutive parts, as microbatches take them: `sizes` are the trajectories of each. A
+        RouteError unless they add up to all of the batch."""
         entries = host_list("sizes", sizes, "how many trajectories each part gets")
         parts = [integer(f"sizes[{i}]", size, 0) for i, size in enumerate(entries)]
         if sum(parts) != len(self):
@@ -131,13 +117,8 @@ class RouteBatch(Sequence[Routes]):
         moe_layers: Iterable[int] | None = None,
         num_layers: int | None = None,
     ) -> "RouteBatch":
-        """Every trajectory in these layers only; see `Routes.for_layers`.
-
-        Do this before anything is moved or widened: a pipeline stage needs its own layers only.
-
-        Raises:
-            RouteError: as there, naming the trajectory.
-        """
+        """Every trajectory in these layers only; as `Routes.for_layers`, with errors that name the
+        trajectory. A pipeline stage does this before anything is moved or widened."""
         wanted = tuple(layer_numbers)
         model = None if moe_layers is None else tuple(moe_layers)
         return RouteBatch(
@@ -157,10 +138,8 @@ class RouteBatch(Sequence[Routes]):
         first_padding: int = 0,
     ) -> AlignedRoutes:
         """The ids of these layers in the order of the router rows: what `for_layers` and an
-        alignment would give, in one copy.
-
-        What is made is R x L x K ids in the dtype of the routes, and less than one layer of them
-        beside it.
+        alignment would give, in one copy. It makes R x L x K ids in the dtype of the routes, and
+        less than one layer of them beside it.
 
         Args:
             layout: of the microbatch on this rank; one trajectory for each of its sequences, of N

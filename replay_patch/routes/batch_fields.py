@@ -17,17 +17,15 @@ def select_fields(
 ) -> dict[str, Any]:
     """Every per-trajectory field of a batch for the chosen trajectories, in the chosen order.
 
-    For dynamic sampling, filtering, reordering and repeating: routes that stay behind when the
-    rest is filtered belong to other trajectories then, and nothing else would tell.
+    For dynamic sampling, filtering, reordering and repeating: routes that stay behind when the rest
+    is filtered belong to other trajectories then, and nothing else would tell.
 
     Args:
         fields: by name: lists, tuples, arrays, tensors (dense or nested, on any device),
-            `RouteBatch`, or mappings of such. None is a field that is absent, and stays None.
+            `RouteBatch`, or mappings of such, which keep their type. None is an absent field, and
+            stays None.
         indices: trajectories from 0, in the order wanted; or bool, one for each trajectory.
         shared: names of fields that are not per trajectory; they are passed on as they are.
-
-    Returns:
-        A new dict with the names of `fields`; each field is of the type that it was.
 
     Raises:
         RouteError: a field of another number of trajectories than the others, or without one (it
@@ -50,8 +48,8 @@ def select_fields(
 
 
 def chosen_indices(indices: Any, count: int) -> list[int]:
-    """Integers from 0 to count - 1, from integers or `count` bools: list, array or host tensor.
-    -1 is refused: elsewhere it means the last, and here nothing."""
+    """Integers from 0 to count - 1, from integers or `count` bools: list, array or host tensor. -1
+    is refused: elsewhere it means the last, and here nothing."""
     entries = host_list("indices", indices, "integers, or one bool for each trajectory")
     if entries and all(isinstance(entry, bool | np.bool_) for entry in entries):
         if len(entries) != count:

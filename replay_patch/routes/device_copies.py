@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy to the device that nothing waits for; the tensor itself on the host."""
+    """A copy on the device, for which the host does not wait; on the CPU the tensor itself."""
     if device.type == "cpu":
         return tensor
     try:
         pinned = tensor.pin_memory()
     except Exception:  # noqa: BLE001 - none for this kind of device, or none left: then it waits
-        # torch_npu would read memory that is not pinned later, when it is another tensor's.
+        # Waits: torch_npu would read unpinned memory later, when it is another tensor's.
         return tensor.to(device)
     return pinned.to(device, non_blocking=True)

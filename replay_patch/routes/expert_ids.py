@@ -1,7 +1,5 @@
-"""Expert ids as trainers and engines hold them, checked and narrowed: `CheckedRoutes`.
-
-T tokens (rows), L layers, E experts, K top-k.
-"""
+"""`CheckedRoutes`: expert ids as trainers and engines hold them, checked and narrowed.
+T tokens (rows), L layers, E experts, K top-k."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -67,7 +65,7 @@ def checked_routes(
     layers: str | Iterable[int],
     on_invalid: str,
 ) -> CheckedRoutes:
-    """The arguments of `Routes`, checked, narrowed and copied. Args, Raises: as there."""
+    """The arguments of `Routes`, checked, narrowed and copied; errors as there."""
     num_experts = integer("num_experts", num_experts, 1)
     if num_experts > 2**31:
         raise RouteError(f"num_experts is {num_experts}: expected at most 2**31, int32 ids")
@@ -131,12 +129,9 @@ def _narrow(
 def check_stored_ids(
     stored: Tensor, captured: Tensor, num_experts: int, empty: Sequence[int], layers: Layers
 ) -> None:
-    """Raise RouteError unless ids [T, L, K], in the dtype that they are stored in, can be routes.
-
-    Args:
-        captured: bool [T]; only rows of these are read for repeated experts.
-        empty: places on the layer axis that hold nothing, and are not looked at.
-    """
+    """A RouteError unless ids [T, L, K], in the dtype that they are stored in, can be routes. Only
+    `captured` rows, bool [T], are read for repeated experts; `empty` places on the layer axis are
+    not looked at."""
     if not stored.numel():
         return
     live = [place for place in range(stored.shape[1]) if place not in empty]
@@ -159,7 +154,7 @@ def _repeated_experts(ids: Tensor) -> Tensor:
         return (ids[..., 1:] == ids[..., :-1]).any(2)
     rows = ids.reshape(-1, topk).numpy()
     repeated = np.zeros(len(rows), np.bool_)
-    for first in range(0, len(rows), _BLOCK):  # whose columns stay in the cache
+    for first in range(0, len(rows), _BLOCK):  # blocks that stay in the cache
         columns = np.ascontiguousarray(rows[first : first + _BLOCK].T)
         block = repeated[first : first + _BLOCK]
         for i in range(1, topk):
@@ -211,14 +206,8 @@ def _refuse_row(
 
 
 def host_ids(ids: Any) -> Tensor:
-    """Integers [T, L, K], uint8 or signed, that compare with numbers as those of `ids` do.
-
-    Args:
-        ids: a tensor on the host, an array or nested lists.
-
-    Raises:
-        RouteError: anything else, no integers, or another number of axes.
-    """
+    """Integers [T, L, K], uint8 or signed, that compare with numbers as those of `ids` do, from a
+    tensor on the host, an array or nested lists; a RouteError for all else."""
     what = "expert_ids"
     if isinstance(ids, Tensor):
         if ids.device.type != "cpu":

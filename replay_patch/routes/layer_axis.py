@@ -34,15 +34,8 @@ def axis_places(
     num_layers: int | None,
 ) -> list[int]:
     """Where wanted layers are on the axis of `Routes.layers`: places from 0, in their order.
-
-    Args:
-        moe_layers: all MoE layers of the model, if known.
-        num_layers: of the model's decoder, if known.
-
-    Raises:
-        RouteError: a layer that is no MoE layer, that is not on the axis, or is not known there for
-            sure.
-    """
+    `moe_layers` are all of the model, `num_layers` is of its decoder, if known. A RouteError for a
+    layer that is no MoE layer, that is not on the axis, or is not known there for sure."""
     if moe_layers is not None and (dense := sorted(set(wanted) - set(moe_layers))):
         raise RouteError(f"layers {dense} are no MoE layers: this model has {list(moe_layers)}")
     axis = _axis_numbers(layers, axis_size, wanted, moe_layers, num_layers)

@@ -1,7 +1,5 @@
 """Rows that no route was captured for: which experts padding gets, and what is padding at all.
-
-P rows of padding, L layers, E experts, K top-k, B sequences, S positions, T packed positions.
-"""
+P rows of padding, L layers, E experts, K top-k, B sequences, S positions, T packed positions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,8 +18,8 @@ class RouterMasks(NamedTuple):
 
     Attributes:
         padding: no token at all. This is Megatron's `padding_mask`, where True = padding.
-        holes: real tokens without a captured route. They route natively, and are no padding: in
-            the mask they would drop out of the expert bias and of the auxiliary losses.
+        holes: real tokens without a captured route. They route natively, and are no padding: in the
+            mask they would drop out of the expert bias and of the auxiliary losses.
     """
 
     padding: Tensor
@@ -29,15 +27,8 @@ class RouterMasks(NamedTuple):
 
 
 def router_masks(routes: Sequence[Routes], layout: TokenLayout) -> RouterMasks:
-    """What is padding in a rank's model input, and which of its tokens are holes.
-
-    Args:
-        routes: one per sequence of the layout; a `RouteBatch` or a list.
-        layout: of the microbatch on this rank.
-
-    Raises:
-        RouteError: routes that do not fit the sequences.
-    """
+    """What is padding in a rank's model input, and which of its tokens are holes. `routes` (a
+    `RouteBatch` or a list) are one per sequence of the rank's `layout`, else a RouteError."""
     check_lengths(routes, layout.lengths)
     is_hole = torch.ones(layout.num_tokens, dtype=torch.bool)
     first = 0
@@ -66,23 +57,19 @@ def fill_padding(
     ids: Tensor, rows: Tensor, num_experts: int, ep_size: int = 1, first: int = 0
 ) -> int:
     """Write distinct experts into rows of padding, so that no expert and no rank gets more than
-    others.
-
-    Any run of consecutive choices differs by at most one between two experts, and between two
-    expert-parallel ranks; so does what is in one layer, and what is in all of them.
+    others. Any run of consecutive choices differs by at most one between two experts, and between
+    two expert-parallel ranks; so does what is in one layer, and what is in all of them.
 
     Args:
-        ids: [L, R, K] on the host, written to.
+        ids: [L, R, K] on the host, written to. A RouteError if K is more than E, a LayoutError if
+            the dtype cannot hold the experts.
         rows: int64 [P], those of padding.
-        ep_size: expert-parallel ranks; rank r has experts r * E / ep_size and the following.
+        ep_size: expert-parallel ranks; rank r has experts r * E / ep_size and the following. A
+            RouteError if they cannot share the experts equally.
         first: how many choices were made before; each layer goes on where the last one ended.
 
     Returns:
         `first` of the next call.
-
-    Raises:
-        RouteError: more choices for a row than experts, or experts that ranks cannot share.
-        LayoutError: ids of a dtype that cannot hold the experts.
     """
     num_layers, _, topk = ids.shape
     if not 1 <= topk <= num_experts:

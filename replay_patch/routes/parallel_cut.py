@@ -12,11 +12,8 @@ from replay_patch.routes.arguments import integer
 
 @dataclass(frozen=True)
 class Cut:
-    """The sizes of the groups, and which rank this is.
-
-    Raises:
-        LayoutError: a rank outside its group, or a `cp_layout` that is not known.
-    """
+    """The sizes of the groups, and which rank this is. A LayoutError for a rank outside its group,
+    or a `cp_layout` that is not known."""
 
     tp_size: int = 1
     tp_rank: int = 0
@@ -47,11 +44,7 @@ class Cut:
 
     def positions(self, segments: Sequence[int], cp_rank: int | None = None) -> Tensor:
         """int64: the positions that a context-parallel rank (None: this one) has of segments of
-        these sizes, which are cut one by one.
-
-        Raises:
-            LayoutError: a segment that cannot be cut into equal chunks.
-        """
+        these sizes, each cut by itself; a LayoutError if one cannot be cut equally."""
         rank = self.cp_rank if cp_rank is None else cp_rank
         positions = []
         start = 0
@@ -69,11 +62,8 @@ class Cut:
         return torch.cat(positions) if positions else torch.arange(0)
 
     def rows(self, input_rows: Tensor) -> Tensor:
-        """Router rows of this rank, from its model input: sequence first, then cut for SP.
-
-        Raises:
-            LayoutError: positions that cannot be shared equally between the ranks.
-        """
+        """Router rows of this rank, from its model input: sequence first, then cut for SP. A
+        LayoutError if the ranks cannot share the positions equally."""
         if not self.sequence_parallel:
             return input_rows.t().flatten()
         size = input_rows.shape[1]

@@ -1,15 +1,13 @@
 """The pieces of one trajectory: put together, and cut. T tokens, L layers, K top-k.
 
-A trajectory comes in pieces: turns of a tool loop, generations that were aborted and resumed. A
-piece has a row of expert ids for each of some consecutive tokens, and a flag that says whether the
-row was captured. What holds of all pieces is `fill_holes`: the first captured row of a token
-counts, as its pass produced the next token, and a hole is filled by a later piece.
-
-How a piece says which tokens it is about differs by who has it:
+A piece (a turn of a tool loop, a generation that was aborted and resumed) has a row of expert ids
+for each of some consecutive tokens, and a flag that says whether the row was captured. What holds
+of all pieces is `fill_holes`: the first captured row of a token counts, as its pass produced the
+next token, and a hole is filled by a later piece. How a piece says which tokens it has differs:
 
 * `Routes` have `start`, the number of tokens before the piece: the caller knows that both pieces
   are of the same tokens. `append` merges two of them.
-* The calls of an agent loop have their token ids: the loop may cut or retokenise what it keeps.
+* The calls of an agent loop have token ids, as the loop may cut or retokenise what it keeps.
   `trajectory.Trajectory` compares them with the tokens that were kept.
 """
 
@@ -81,8 +79,7 @@ def fill_holes(
     """Take over the rows of a later piece where no earlier one has a captured row.
 
     Args:
-        rows: [T, L, K], of the pieces before; written to.
-        captured: bool [T], which rows they have; written to.
+        rows, captured: [T, L, K] and bool [T], of the pieces before; written to.
         later_rows: [T, L, K], of the same tokens. Ids are converted to the dtype of `rows`.
         later_captured: bool [T]; other rows of the piece are not read.
 
@@ -142,8 +139,7 @@ def _common_empty_layers(
 
 
 def _differing(earlier: CheckedRoutes, later: CheckedRoutes, tokens: range) -> Tensor:
-    """bool [tokens]: captured in both, with other experts in some layer; columns may be in any
-    order."""
+    """bool [tokens]: captured in both, with other experts in some layer, whatever their order."""
     earlier_rows, later_rows = (
         slice(tokens.start - piece.start, tokens.stop - piece.start) for piece in (earlier, later)
     )

@@ -1,7 +1,5 @@
 """`AlignedRoutes`: the routes of a microbatch as the routers of one stage on one rank take them.
-
-R router rows, L layers, K top-k, E experts.
-"""
+R router rows, L layers, K top-k, E experts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,9 +23,9 @@ class AlignedRoutes:
     """Made by `RouteBatch.to_rows`.
 
     Attributes:
-        expert_ids: [L, R, K] on the host, with the dtype of the routes: not widened. A layer is a
-            contiguous view. Rows of holes are zeros, and mean nothing; padding has experts that
-            are distinct in a row and spread evenly.
+        expert_ids: [L, R, K] on the host, with the dtype of the routes, not widened. A layer is a
+            contiguous view. Rows of holes are zeros, and mean nothing; padding has experts that are
+            distinct in a row and spread evenly.
         captured: bool [R]; the row has the route of a token.
         holes: bool [R]; the token of the row has no captured route, and routes natively.
         padding: bool [R]; the row has no token.
@@ -58,9 +56,8 @@ def routes_in_rows(
     """Copy routes once, to where the routers take them; nothing else of that size is made.
 
     Args:
-        routes: one per sequence, at least one.
+        routes, lengths: one for each sequence, at least one; lengths in tokens.
         places: of each, which places of its layer axis, in order.
-        lengths: tokens of each.
         rows: int64 [R], the token in each router row, -1 for padding.
         step: how many sequences are side by side in the rows: row = s * step + b.
         ep_size, first_padding: as in `fill_padding`.
@@ -92,7 +89,7 @@ def routes_in_rows(
 
 def _numbers(rows: Tensor) -> Tensor:
     """int64: the rows for which bool [R] is True."""
-    # By numpy: where somebody watches a schedule for operations that wait, this is none.
+    # By numpy: torch's nonzero is taken for an operation that waits, where one looks for those.
     return torch.from_numpy(np.flatnonzero(rows.numpy()))
 
 
@@ -113,11 +110,9 @@ def all_places(routes: Sequence[Routes]) -> list[list[int]]:
 def _runs_of_tokens(
     rows: Tensor, lengths: Sequence[int], step: int
 ) -> list[tuple[int, int, int, int]]:
-    """(sequence, first token in it, first row, count): tokens that are `step` rows apart.
-
-    A sequence is one run, or one for each chunk that context parallelism leaves of it; longer runs
-    than `_BLOCK` are divided.
-    """
+    """(sequence, first token in it, first row, count): tokens that are `step` rows apart. A
+    sequence is one run, or one for each chunk that context parallelism leaves of it; runs longer
+    than `_BLOCK` are divided."""
     if not len(rows):
         return []
     if len(rows) % step:

@@ -1,7 +1,5 @@
 """`Routes`: the expert ids of one trajectory, checked once, on the host.
-
-T tokens (rows), L layers, E experts, K top-k.
-"""
+T tokens (rows), L layers, E experts, K top-k."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ class Routes(CheckedRoutes):
     """The experts that one trajectory's tokens went through; its fields are never changed.
 
     A token is *captured* if its row is known in every layer, else it is a hole: a real token that
-    routes natively. N tokens may have N rows or N - 1: the last sampled token is never fed forward,
-    so it has no route. Which of the two it is shows where routes meet a layout.
+    routes natively. N tokens have N rows or N - 1, as the last sampled token is never fed forward
+    and so has no route; which of the two it is, only a layout can tell.
 
     Attributes:
         expert_ids: [T, L, K] on the host, contiguous. The dtype follows from `num_experts` alone:
@@ -33,12 +31,12 @@ class Routes(CheckedRoutes):
         captured: bool [T].
         num_experts: E.
         start: tokens of the trajectory before the first row; they are not in this piece.
-        layers: what the layer axis means. "moe": all MoE layers of the model, in order. "all":
-            row i is layer i + 1, dense layers included. A tuple: these layer numbers (from 1).
+        layers: what the layer axis means. "moe": all MoE layers of the model, in order. "all": row
+            i is layer i + 1, dense layers included. A tuple: these layer numbers (from 1).
         empty_layers: with "all", places on the layer axis that hold nothing but zeros or -1, as
             engines fill dense layers in. They are stored as zeros, and cannot be selected.
-        notes: uint8 [T], or None if there is nothing to say: for each token why a row that was
-            given is not here, as a place in `expert_ids.CAUSES`. `rejected` counts it.
+        notes: uint8 [T]: why the row given for a token is not here, as a place in
+            `expert_ids.CAUSES`; None if there is nothing to say. `rejected` counts it.
     """
 
     def __init__(
@@ -51,20 +49,17 @@ class Routes(CheckedRoutes):
         layers: str | Iterable[int] = "moe",
         on_invalid: str = "raise",
     ) -> None:
-        """Check, narrow and copy.
+        """Check, narrow and copy; a RouteError for no integers, a wrong shape, an unclear layer
+        axis, or an invalid row.
 
         Args:
             expert_ids: integers [T, L, K] on the host: tensor, array or nested lists. -1 anywhere
                 in a token's row (dense layers apart) makes the token a hole.
             num_experts: E, of the model and not of the data seen.
             captured: bool [T]; None: all that have no -1. Rows of holes are not read.
-            start: tokens before the first row.
-            layers: see above.
-            on_invalid: of a captured row with an id out of range or twice the same: "raise", or
-                "hole", which makes a counted hole of its token.
-
-        Raises:
-            RouteError: no integers, a wrong shape, an unclear layer axis, or an invalid row.
+            start, layers: as the attributes.
+            on_invalid: if a captured row has an id out of range, or one twice: "raise", or "hole",
+                which makes its token a counted hole.
         """
         checked = checked_routes(expert_ids, num_experts, captured, start, layers, on_invalid)
         vars(self).update(vars(checked))
@@ -103,17 +98,15 @@ class Routes(CheckedRoutes):
         moe_layers: Iterable[int] | None = None,
         num_layers: int | None = None,
     ) -> "Routes":
-        """The same tokens in these layers only, in this order: a copy, or self if it is all.
+        """The same tokens in these layers only, in this order: a copy, or self if it is all. A
+        RouteError for a layer that is not on the axis, is not known there for sure, or was never
+        captured.
 
         Args:
             layer_numbers: Megatron's, from 1; none for a stage without MoE layers.
-            moe_layers: all MoE layers of the model. `layers="moe"` needs it, unless the axis has
-                as many rows as layers are asked for, or as the model has layers.
+            moe_layers: all MoE layers of the model. `layers="moe"` needs it, unless the axis has as
+                many rows as layers are asked for, or as the model has layers.
             num_layers: of the model's decoder, if known: what "all" must have on its layer axis.
-
-        Raises:
-            RouteError: a layer that is not on the axis, is not known there for sure, or was never
-                captured.
         """
         wanted = arguments.layer_numbers("layer_numbers", layer_numbers)
         places = self.layer_places(wanted, moe_layers, num_layers)
@@ -129,9 +122,7 @@ class Routes(CheckedRoutes):
         num_layers: int | None = None,
     ) -> list[int]:
         """Where these layers are on the layer axis: places from 0, in the order asked for.
-
-        Args, Raises: as in `for_layers`.
-        """
+        Arguments and errors are those of `for_layers`."""
         wanted = arguments.layer_numbers("layer_numbers", layer_numbers)
         model = None if moe_layers is None else arguments.layer_numbers("moe_layers", moe_layers)
         places = axis_places(self.layers, self.num_layers, wanted, model, num_layers)
@@ -158,8 +149,8 @@ class Routes(CheckedRoutes):
 
         Args:
             later: rows from its `start` on; it may begin at 0 again and repeat what is known.
-            on_mismatch: both have captured a token, with other experts (the order in a row does
-                not matter): "raise", or "count" as "mismatch" in `rejected`.
+            on_mismatch: if both captured a token, with other experts (their order does not matter):
+                "raise", or "count" as "mismatch" in `rejected`.
             on_gap: tokens between the pieces. One is always a hole: the last sampled token of the
                 earlier piece has no route. More: "raise", or "hole" for all of them.
             name: what error messages begin with, such as "trajectory 3, turn 2".
@@ -170,13 +161,9 @@ class Routes(CheckedRoutes):
         return self._of(pieces.append(self, later, on_mismatch, on_gap, name))
 
     def truncate(self, num_tokens: int) -> "Routes":
-        """The routes of the trajectory's first `num_tokens` tokens, those before `start` counted.
-
-        A copy, so that what was cut off is freed; self if there is nothing to cut.
-
-        Raises:
-            RouteError: no host integer from 0 on.
-        """
+        """The routes of the trajectory's first `num_tokens` tokens, those before `start` counted: a
+        copy, so that what was cut off is freed; self if there is nothing to cut. A RouteError
+        unless `num_tokens` is a host integer from 0 on."""
         end = arguments.integer("num_tokens", num_tokens, 0)
         if end >= self.end:
             return self
@@ -188,37 +175,25 @@ class Routes(CheckedRoutes):
         return self._of(pieces.cut(self, rows))
 
     def to_wire(self) -> dict[str, Any]:
-        """A dict that every JSON library takes; `wire.dict_form` lists its keys.
-
-        Raises:
-            WireError: more tokens or layers than a message may have.
-        """
+        """A dict that every JSON library takes; `wire.dict_form` lists its keys. A WireError for
+        more tokens or layers than a message may have."""
         return dict_form.to_dict(self)
 
     @classmethod
     def from_wire(cls, message: Any) -> "Routes":
-        """What `to_wire` gave, through JSON or not. Nothing in it is trusted.
-
-        Raises:
-            WireError: anything else.
-        """
+        """What `to_wire` gave, through JSON or not. Nothing in it is trusted, and anything else is
+        a WireError."""
         return cls._of(dict_form.from_dict(message))
 
     def to_bytes(self) -> bytes:
-        """A fixed header and the compact arrays, in the order that `wire.message` says.
-
-        Raises:
-            WireError: more tokens or layers than a message may have.
-        """
+        """A fixed header and the compact arrays, in the order that `wire.message` says. A WireError
+        for more tokens or layers than a message may have."""
         return messages.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, message: Any) -> "Routes":
-        """What `to_bytes` gave: bytes, bytearray or memoryview. Nothing in it is trusted.
-
-        Raises:
-            WireError: anything else.
-        """
+        """What `to_bytes` gave: bytes, bytearray or memoryview. Nothing in it is trusted, and
+        anything else is a WireError."""
         return cls._of(messages.from_bytes(message))
 
     @classmethod
@@ -248,17 +223,16 @@ class Routes(CheckedRoutes):
             num_experts: E of the model, shared experts not counted.
             num_tokens: N, accepted tokens of the whole trajectory, prompt included.
             on_invalid: of a row that cannot be a route, and of a missing payload: "raise", or
-                "hole", which counts it in `rejected`. A wrong shape or number of rows is an error
-                always.
+                "hole", which counts it in `rejected`. A wrong shape or number of rows is always an
+                error.
             topk: K; flat forms need it.
             num_layers: places on the layer axis, whatever it means; flat forms need it.
-            layers: as in the constructor; None: as the engine does it, "moe" for Megatron and for
-                vLLM's split form, else "all".
+            layers: as in the constructor. None: "moe" for Megatron and vLLM's split form, else
+                "all".
             start: tokens that the request asked to leave out; None: what the payload says, or 0.
-                A server that ignores it is told by the number of rows, and what it returned then
-                begins at 0.
-            missing: tokens at the end that have no row; None: 1, and without `start` also 0.
-                2 for a prefill only, or if the trainer added an end token itself.
+                The number of rows shows whether the server did so; if not, the routes begin at 0.
+            missing: tokens at the end that have no row; None: 1, and without `start` also 0. 2 for
+                a prefill only, or if the trainer added an end token itself.
             dtype: of raw bytes, little-endian; None: what the payload says, or int32.
             choice: which completion, if the response has several.
             max_run: so many tokens in a row may have the same experts in all layers; more are a
@@ -276,7 +250,7 @@ class Routes(CheckedRoutes):
 
     @classmethod
     def _of(cls, checked: CheckedRoutes, **fields: Any) -> "Routes":
-        """Without a second check, with these fields replaced; a `Routes` itself if none is."""
+        """What is checked already as `Routes`, with some fields replaced; itself if none are."""
         if isinstance(checked, Routes) and not fields:
             return checked
         new = cls.__new__(cls)

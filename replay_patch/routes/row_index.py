@@ -1,7 +1,5 @@
 """`RowIndex`: rows to take from a tensor or an array, and a fill where there is none.
-
-N values, any shape [...] of each; P places to fill.
-"""
+N values, any shape [...] of each; P places to fill."""
 
 import math
 from typing import Any
@@ -15,11 +13,9 @@ from replay_patch.routes.device_copies import to_device
 
 
 class RowIndex:
-    """Which of N values goes to each place: int64 of any shape, on the host; -1 takes the fill.
-
-    It is copied once to each device that values come from, and never read back, so that taking
-    waits for no device.
-    """
+    """Which of N values goes to each place: int64 of any shape, on the host; -1 takes the fill. It
+    is copied once to each device that values come from, and never read back, so that taking waits
+    for no device."""
 
     def __init__(self, rows: Tensor) -> None:
         flat = rows.flatten()
@@ -32,11 +28,10 @@ class RowIndex:
         """`values` [N, ...] at each place: [*shape, ...], of the same dtype, on the same device.
 
         Args:
-            values: a tensor (gradients flow through) or an array.
-            fill: a number that the dtype can hold; not looked at where nothing is to be filled.
-
-        Raises:
-            LayoutError: a fill that would be changed by the dtype, or a dtype without kernels.
+            values: a tensor (gradients flow through) or an array; a LayoutError if torch lacks
+                kernels for its dtype.
+            fill: a number that the dtype can hold, else a LayoutError; not looked at if nothing is
+                filled.
         """
         shape = self.shape + tuple(values.shape[1:])
         if self._host[1] is not None:
@@ -73,7 +68,7 @@ class RowIndex:
         return self._copies[device]
 
 
-# As wide as there are: numbers are never made of these, they only move.
+# Widest first. Nothing is computed in these dtypes: bytes are only moved.
 _ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 

@@ -1,11 +1,10 @@
 """Rows that no router chose: a buffer that was never written. T tokens, L layers, K top-k.
 
 Two signs, both counted and never silent:
-
 * Zeros in every layer, for K > 1: no router takes an expert twice.
-* The same experts in the same order, in all layers, for many tokens in a row. That could be chance
-  in a tiny model, so how many it takes depends on the model: a run must be less likely than 2**-128
-  if routers chose evenly, and at least 16 tokens long.
+* The same experts in the same order, in all layers, for many tokens in a row. As that could be
+  chance in a tiny model, a run must be at least 16 tokens long, and less likely than 2**-128 if
+  routers chose evenly.
 """
 
 import math

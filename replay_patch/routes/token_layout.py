@@ -1,8 +1,6 @@
 """`TokenLayout`: where the tokens of one microbatch are, in the model input and in router rows.
-
 B sequences, S positions, T packed positions. Host integers in, host tensors out; made in time
-linear in the number of tokens, whatever layers and top-k there are.
-"""
+linear in the number of tokens, whatever layers and top-k there are."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -60,7 +58,8 @@ class TokenLayout:
         cp_layout: str = "zigzag",
         align: int | None = None,
     ) -> "TokenLayout":
-        """One sequence for each row of the model input, [B, S].
+        """One sequence for each row of the model input, [B, S]. A LayoutError for a sequence longer
+        than S, or an S that cannot be cut as asked.
 
         Args:
             lengths: host integers, one for each sequence.
@@ -70,9 +69,6 @@ class TokenLayout:
             cp_layout: "zigzag" (of 2 * cp_size chunks, a rank has one from each end) or
                 "contiguous".
             align: default tp_size * (2 * cp_size if zigzag and cp_size > 1 else cp_size).
-
-        Raises:
-            LayoutError: a sequence longer than S, or an S that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
         counts = _host_lengths(lengths)
@@ -106,20 +102,17 @@ class TokenLayout:
         total_align: int | None = None,
         pad_to: int | None = None,
     ) -> "TokenLayout":
-        """All sequences in one row, [1, T]: seq0, pad0, seq1, pad1, ... (thd).
+        """All sequences in one row, [1, T]: seq0, pad0, seq1, pad1, ... (thd). A LayoutError for
+        more tokens than `pad_to`, or lengths that cannot be cut as asked.
 
         Args:
             lengths: host integers, one for each (sub-)sequence.
             sequence_parallel: whether router rows are cut over `tp_size`.
             cp_layout: "zigzag" cuts each padded sequence by itself (2 * cp_size chunks, a rank has
                 one from each end); "contiguous" cuts the packed row as a whole.
-            align: of each sequence's padded length; default tp_size * (2 * cp_size if zigzag and
-                cp_size > 1 else cp_size).
+            align: of each sequence's padded length; default as in `padded`.
             total_align: T is rounded up to a multiple of it.
             pad_to: T. What it and `total_align` add belongs to the last sequence's padding.
-
-        Raises:
-            LayoutError: more tokens than `pad_to`, or lengths that cannot be cut as asked.
         """
         cut = Cut(tp_size, tp_rank, sequence_parallel, cp_size, cp_rank, cp_layout)
         counts = _host_lengths(lengths)
@@ -167,17 +160,13 @@ class TokenLayout:
         return self.input_rows == -1
 
     def align(self, values: Any, fill: Any) -> Any:
-        """Per-token values where the tokens are in this rank's model input.
+        """Per-token values where the tokens are in this rank's model input: [B, S, ...] or
+        [1, T, ...], with the dtype and the device of `values`.
 
         Args:
-            values: [real tokens, ...], an array, or a tensor on any device.
-            fill: what padding gets; a number that the dtype can hold.
-
-        Returns:
-            [B, S, ...] or [1, T, ...], with the dtype and the device of `values`.
-
-        Raises:
-            LayoutError: another number of values, or a fill that the dtype would change.
+            values: [real tokens, ...], an array, or a tensor on any device; a LayoutError for
+                another number of them.
+            fill: what padding gets; a LayoutError unless it is a number that the dtype can hold.
         """
         return self._input.take(self._per_token(values), fill)
 
@@ -186,21 +175,14 @@ class TokenLayout:
         return self._router.take(self._per_token(values), fill)
 
     def shift_next_token(self, values: Any, fill: Any) -> Any:
-        """Each position gets the value of the next token of its sequence: labels from tokens.
-
-        The last token of a sequence and padding get the fill. The next token may be on another
-        context-parallel rank, so `values` are those of all real tokens.
+        """Each position gets the value of the next token of its sequence: labels from tokens. The
+        last token of a sequence and padding get the fill. Result and errors are those of `align`.
 
         Args:
-            values: [real tokens, ...]; or, without context parallelism and unless it is that
-                already, shaped like the model input.
+            values: [real tokens, ...], all of them, as the next token may be on another
+                context-parallel rank. Without context parallelism also shaped like the model input;
+                if both fit, they are per token.
             fill: as in `align`.
-
-        Returns:
-            [B, S, ...] or [1, T, ...], as `align`.
-
-        Raises:
-            LayoutError: as `align`.
         """
         shape = dense_shape(values)
         per_token = shape[:1] == (self.num_tokens,)
@@ -209,18 +191,10 @@ class TokenLayout:
         return self._next.take(self._per_token(values), fill)
 
     def restore(self, values: Any) -> Any:
-        """The way back from `align`: what the real tokens have, without padding.
-
-        Args:
-            values: shaped like the model input; with context parallelism those of all ranks in
-                rank order, [cp_size, B, S, ...] or [cp_size, 1, T, ...].
-
-        Returns:
-            [real tokens, ...], with the dtype and the device of `values`.
-
-        Raises:
-            LayoutError: another shape.
-        """
+        """The way back from `align`: [real tokens, ...], without padding, with the dtype and the
+        device of `values`. `values` are shaped like the model input; with context parallelism those
+        of all ranks in rank order, [cp_size, B, S, ...] or [cp_size, 1, T, ...]. Another shape is a
+        LayoutError."""
         expected = tuple(self.input_rows.shape)
         if self.cut.cp_size > 1:
             expected = (self.cut.cp_size, *expected)
@@ -279,7 +253,7 @@ def _host_lengths(lengths: Any) -> tuple[int, ...]:
 
 
 def _multiple(align: int | None, cut: Cut) -> int:
-    """Of what the length of a sequence is a multiple."""
+    """What the length of each sequence is rounded up to a multiple of."""
     return cut.tp_size * cut.chunks if align is None else integer("align", align, 1, LayoutError)
 
 

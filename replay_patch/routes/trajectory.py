@@ -1,15 +1,14 @@
 """`Trajectory`: the pieces of one trajectory that have token ids, put at the tokens that were kept.
 
 An agent loop makes several generate calls: turns of a tool loop, generations that were aborted and
-resumed. An engine returns rows for the whole sequence at each call, for one token less than there
-are, or none at all, and the trajectory may be cut or retokenised afterwards. So a row is taken by
-what it belongs to: it is a token's if the tokens up to that one are the same in the call and in the
-trajectory. Of several calls the first counts, which is the one that sampled the next token; that is
-`pieces.fill_holes`, as for `Routes`. The last token of a call was never fed forward: a row for it
-is filling, as is one of zeros only.
+resumed. Each returns rows for the whole sequence, for all tokens or all but the last, or none at
+all; and the trajectory may be cut or retokenised afterwards. So a token takes a call's row if all
+tokens up to it are the same in the call and in the trajectory. Of several calls the first counts,
+the one that sampled the next token (`pieces.fill_holes`, as for `Routes`). The last token of a call
+was never fed forward: a row for it is filling, as is one of zeros only.
 
-What comes of it is an array for the trainer's own tensors, and no `Routes`: how many experts the
-model has is not known here.
+The result is an array for the trainer's own tensors, and no `Routes`, as the model's number of
+experts is not known here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,16 +46,13 @@ class Trajectory:
     _pieces: list[_Piece] = field(default_factory=list)
 
     def add(self, prompt_ids: Any, token_ids: Any, routes: Any) -> None:
-        """Note one generate call.
+        """Note one generate call; a RouteError for another shape or another number of rows.
 
         Args:
-            prompt_ids: the tokens that it was given, in any form that `flat` takes.
-            token_ids: the tokens that it generated.
-            routes: integers [N or N - 1, layers, topk], N the number of both kinds of tokens; None
-                or without a row, as of a request that was aborted before it began: not noted.
-
-        Raises:
-            RouteError: another shape, or another number of rows.
+            prompt_ids, token_ids: what it was given and what it generated, in any form that `flat`
+                takes.
+            routes: integers [N or N - 1, layers, topk], N the number of both kinds of tokens. None
+                or no row, as of a request that was aborted before it began, is not noted.
         """
         rows = np.asarray(routes)
         if routes is None or not rows.size:
@@ -78,11 +74,8 @@ class Trajectory:
         self._keep(_Piece(tokens, rows))
 
     def extend(self, later: "Trajectory") -> None:
-        """Take over the calls of a part of this trajectory, in order.
-
-        Raises:
-            RouteError: routes of other layers or another top-k than those of the calls before.
-        """
+        """Take over the calls of a part of this trajectory, in order; a RouteError if their routes
+        have other layers or another top-k than those of the calls before."""
         for piece in later._pieces:
             self._keep(piece)
 
@@ -97,11 +90,9 @@ class Trajectory:
         self._pieces.append(piece)
 
     def routes(self, token_ids: Sequence[int]) -> NDArray[np.int32] | None:
-        """int32 [tokens, layers, topk] for these tokens: signed, and of a type that NCCL has.
-
-        A token is all `HOLE` if its row is in no call, or in none without negative ids. None if no
-        call has routes.
-        """
+        """int32 [tokens, layers, topk] for these tokens: signed, and of a type that NCCL has. A
+        token is all `HOLE` if no call has a row for it that a router can have chosen. None if no
+        call has routes."""
         if not self._pieces:
             return None
         kept = flat(token_ids)
@@ -121,12 +112,8 @@ current: ContextVar[Trajectory | None] = ContextVar("trajectory", default=None)
 
 
 def flat(token_ids: Any) -> NDArray[np.int64]:
-    """Token ids of one sequence as int64 [tokens].
-
-    Args:
-        token_ids: what verl's servers take: a list, an array or a tensor, also [1, tokens]; or a
-            mapping with "input_ids", as a tokenizer returns.
-    """
+    """Token ids of one sequence as int64 [tokens], from what verl's servers take: a list, an array
+    or a tensor, also [1, tokens]; or a mapping with "input_ids", as a tokenizer returns."""
     ids = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
     return np.asarray(ids, dtype=np.int64).reshape(-1)
 

@@ -1,7 +1,5 @@
-"""Megatron inference, with `moe_enable_routing_replay=True`.
-
-A request has `routing_indices`, its server's response `moe_topk_indices`; both for MoE layers only.
-"""
+"""Megatron inference, with `moe_enable_routing_replay=True`. A request has `routing_indices`, its
+server's response `moe_topk_indices`; both for MoE layers only."""
 
 from replay_patch.routes.responses.engine import Engine
 

@@ -1,8 +1,6 @@
-"""vLLM, started with `enable_return_routed_experts`.
-
-A completion has `routed_experts`, for all layers of the model. vLLM 0.21 has the rows of the prompt
-in a field of their own, and both fields for MoE layers only.
-"""
+"""vLLM, started with `enable_return_routed_experts`: a completion has `routed_experts`, for all
+layers of the model. vLLM 0.21 has the rows of the prompt in a field of their own, and both fields
+for MoE layers only."""
 
 from replay_patch.routes.responses.engine import Engine
 

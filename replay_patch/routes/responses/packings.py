@@ -1,8 +1,6 @@
-"""The packings in which engines send ids, as integers [R, L, K] on the host.
-
-Arrays and nested lists of any library; base64 of a .npy file, or of raw little-endian ids; the same
-as bytes; dicts of data, dtype and perhaps shape. What is read is bounded by what is there.
-"""
+"""The packings in which engines send ids, as integers [R, L, K] on the host: arrays and nested
+lists of any library; base64 of a .npy file, or of raw little-endian ids; the same as bytes; dicts
+of data, dtype and perhaps shape. What is read is bounded by what is there."""
 
 import math
 import re
@@ -30,15 +28,8 @@ _DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 
 
 def unpacked_ids(value: Any, options: PayloadOptions, rows: Sequence[int] = ()) -> Tensor:
-    """Integers [R, L, K], uint8 or signed, on the host.
-
-    Args:
-        options: flat ids need its K and L, raw bytes its dtype.
-        rows: how many rows there may be, if that is known.
-
-    Raises:
-        RouteError: anything else.
-    """
+    """Integers [R, L, K], uint8 or signed, on the host; a RouteError for anything else. Flat ids
+    need K and L of `options`, raw bytes its dtype. `rows`: how many there may be, if known."""
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]  # Megatron's serialize(): ("ndarray", {...}), ("tensor", [...])
     if isinstance(value, Mapping):

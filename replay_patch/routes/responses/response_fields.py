@@ -40,7 +40,7 @@ class ResponseFields:
     """How many rows `prompt_ids` must have, if the payload says so."""
 
 
-# Of whichever engine: servers and gateways in front of them wrap a completion alike.
+# For all engines: servers and gateways in front of them wrap a completion alike.
 _COMPLETIONS = ("outputs", "choices")
 _DICTS_OF_A_COMPLETION = ("meta_info", "sglext")
 
@@ -48,11 +48,8 @@ _DICTS_OF_A_COMPLETION = ("meta_info", "sglext")
 def read_fields(
     payload: Any, engine: Engine, options: PayloadOptions
 ) -> tuple[ResponseFields, PayloadOptions]:
-    """The ids in a payload, and the options with what the payload says about them.
-
-    Raises:
-        RouteError: the engine's field is missing, or it is not clear which completion is meant.
-    """
+    """The ids in a payload, and the options with what the payload says about them. A RouteError if
+    the engine's field is missing, or it is not clear which completion is meant."""
     if payload is None or not _is_response(payload):
         return ResponseFields(payload), options
     holders = _holders(payload, options.choice)

@@ -1,8 +1,6 @@
 """What rollout engines return, as routes. R rows, L layers, E experts, K top-k, N tokens.
-
-Where the ids are in a response is `response_fields`, how they are packed is `packings`; here they
-are checked against what the caller knows.
-"""
+`response_fields` finds the ids in a response, and `packings` unpacks them; here they are checked
+against what the caller knows."""
 
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -27,7 +25,7 @@ from replay_patch.routes.stale_rows import longest_run, repeated_rows, zero_rows
 def response_routes(
     payload: Any, engine_name: str, options: PayloadOptions, name: str | None = None
 ) -> CheckedRoutes:
-    """What an engine returned for one trajectory. Args, Raises: as in `Routes.from_engine`."""
+    """What an engine returned for one trajectory; `Routes.from_engine` has arguments and errors."""
     try:
         engine = engine_named(engine_name)
         check_word("on_invalid", options.on_invalid, "raise", "hole")
@@ -51,7 +49,7 @@ def response_routes(
 
 
 def _all_missing(options: PayloadOptions, engine: Engine) -> CheckedRoutes:
-    """All holes, if the policy says so."""
+    """All holes if `on_invalid` is "hole", else a RouteError."""
     what = "no routes were returned (the field is None)"
     if options.on_invalid == "raise":
         raise RouteError(

@@ -15,10 +15,6 @@ def encode(data: Any) -> str:
 
 
 def decode(text: str) -> bytes:
-    """The bytes of a text of the standard alphabet, padded, without white space.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The bytes of padded text of the standard alphabet, without white space; else a ValueError."""
     decoded: bytes = _base64.b64decode(text, validate=True)
     return decoded

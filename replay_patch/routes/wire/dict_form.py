@@ -3,7 +3,7 @@
 format        "replay-patch/routes"
 version       1
 byte_order    "little"
-dtype         "uint8", "int16" or "int32", as `num_experts` has it
+dtype         "uint8", "int16" or "int32", as follows from `num_experts`
 shape         [tokens, layers, topk]
 num_experts   of the model
 start         tokens of the trajectory before the first row

@@ -1,7 +1,5 @@
 """Checks of the fields of a message: types, limits and sizes, before anything is allocated.
-
-Each returns what is right, and raises WireError for anything else.
-"""
+Each returns what is right, and raises WireError for anything else."""
 
 import itertools
 import reprlib

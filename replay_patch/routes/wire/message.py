@@ -1,4 +1,4 @@
-"""A message of routes, which the dict form and the bytes form both say; and its bytes form.
+"""A message of routes, as the dict form and the bytes form both have it; and its bytes form.
 
 The bytes form is a header of fixed size, `HEADER`, and arrays one after the other: layer numbers
 and empty layers as uint32, captured, notes, expert_ids. The checksum is of the header up to it, and
@@ -31,10 +31,8 @@ CAPTURED, NOTES, ALL, NUMBERS = 1, 2, 4, 8  # flags
 
 class Message(NamedTuple):
     """The fields of a message, of sizes that fit each other; arrays as bytes or what has a buffer.
-
     `ids` are [T, L, K] in the dtype of `id_dtype`, `captured` one bit for each token, lowest bit
-    first, and `notes` one byte for each; None: all tokens are captured, and no notes.
-    """
+    first, and `notes` one byte for each; None: all tokens are captured, and no notes."""
 
     tokens: int
     num_layers: int
