@@ -89,7 +89,7 @@ def routes_in_rows(
 
 def _numbers(rows: Tensor) -> Tensor:
     """int64: the rows for which bool [R] is True."""
-    # By numpy: torch's nonzero is taken for an operation that waits, where one looks for those.
+    # By numpy: a check of a schedule for operations that wait for a device counts torch's nonzero.
     return torch.from_numpy(np.flatnonzero(rows.numpy()))
 
 

@@ -110,7 +110,8 @@ class TokenLayout:
             sequence_parallel: whether router rows are cut over `tp_size`.
             cp_layout: "zigzag" cuts each padded sequence by itself (2 * cp_size chunks, a rank has
                 one from each end); "contiguous" cuts the packed row as a whole.
-            align: of each sequence's padded length; default as in `padded`.
+            align: of each sequence's padded length; default tp_size * (2 * cp_size if zigzag and
+                cp_size > 1 else cp_size).
             total_align: T is rounded up to a multiple of it.
             pad_to: T. What it and `total_align` add belongs to the last sequence's padding.
         """
