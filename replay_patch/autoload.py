@@ -15,11 +15,8 @@ _log = logging.getLogger(__name__)
 
 
 def load(trigger: str = "torch.backends") -> None:
-    """Activate the plugin if `REPLAY_PATCH` asks for it.
-
-    Args:
-        trigger: what called, as `replay_patch.status()` and `replay-patch doctor` report it.
-    """
+    """Activate the plugin if `REPLAY_PATCH` asks for it. `trigger` says what called, for
+    `replay_patch.status()` and `replay-patch doctor`."""
     if os.environ.get("REPLAY_PATCH", "").strip().lower() in OFF:
         return
     try:

@@ -200,7 +200,7 @@ def _matrix(args: argparse.Namespace) -> int:
 
 
 def _check_matrix_options(args: argparse.Namespace) -> None:
-    """Before the work, not after."""
+    """Refuse options that cannot work: before the work, not after."""
     if args.jobs is not None and args.jobs < 1:
         raise ReplayPatchError(f"--jobs {args.jobs}; expected at least 1")
     if not 0 < args.timeout <= _LONGEST_SECONDS:

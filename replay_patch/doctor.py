@@ -1,7 +1,5 @@
 """`replay-patch doctor`: what is installed here, what the plugin did about it, and what is wrong.
-
-It does in its own process what a training job does: import torch, then Megatron.
-"""
+It does in its own process what a training job does: import torch, then Megatron."""
 
 import importlib
 import importlib.metadata
@@ -31,11 +29,10 @@ _MEANING = {
 def examine() -> dict[str, Any]:
     """Import torch and Megatron here, if the plugin is asked for, and report.
 
-    Returns:
-        `enabled`, `active` (all of the plugin, with every patch decided), `trigger`, `versions`
-        (name -> {"version", "path"} or None), `settings`, `patches`, `problems`; `drift`, how this
-        Megatron differs from the tested releases (see `drift.comparison.compare`), which by itself
-        is no problem, and `drift_problem`, what could not be compared, or None.
+    Returns `enabled`, `active` (all of the plugin, with every patch decided), `trigger`, `versions`
+    (name -> {"version", "path"} or None), `settings`, `patches`, `problems`; `drift`, how this
+    Megatron differs from the tested releases (see `drift.comparison.compare`), which by itself
+    is no problem, and `drift_problem`, what could not be compared, or None.
     """
     errors = _import_all()
     status = activation.status()

@@ -1,8 +1,5 @@
-"""Every error this package raises on purpose.
-
-Each is also the built-in error a caller would expect in its place, so `except ValueError` around
-code written for Megatron's own replay keeps working.
-"""
+"""Every error this package raises on purpose. Each is also the built-in error a caller would expect
+in its place, so `except ValueError` around code for Megatron's own replay keeps working."""
 
 
 class ReplayPatchError(Exception):

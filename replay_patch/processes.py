@@ -54,14 +54,11 @@ def environ(folders: Sequence[str | os.PathLike[str]] = ()) -> dict[str, str]:
 def child(
     module: str, *arguments: str, env: Mapping[str, str], own_session: bool = False
 ) -> Iterator["Child"]:
-    """Run `python -m module` with the variables `env`; at the end of the block it has ended.
+    """Run `python -m module` with `arguments`; at the end of the block it has ended.
 
     Args:
-        module: what to run.
-        arguments: its command line.
         env: all of its variables, but for TMPDIR.
         own_session: keep Ctrl-C from it, which the caller then passes on.
-
     Raises:
         OSError: no room for its folder, or no memory for the process.
     """
@@ -99,14 +96,8 @@ class Child:
         threading.Thread(target=self._read_stdout, daemon=True).start()
 
     def next_message(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """Wait for the next object that the process says; None: it has ended.
-
-        Args:
-            timeout: in seconds; None: as long as it takes.
-
-        Raises:
-            TimeoutError: nothing came in time. The process is stopped.
-        """
+        """Wait for the next object that the process says; None: it has ended. Raises TimeoutError,
+        and stops the process, if none comes in `timeout` seconds (None: as long as it takes)."""
         try:
             return self._messages.get(timeout=timeout)
         except queue.Empty:

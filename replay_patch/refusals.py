@@ -34,13 +34,8 @@ class Where:
 
 
 def refuse(found: str, expected: str, where: Where | None = None) -> NoReturn:
-    """Raise RouteError with the release, the router (unless None), and both halves.
-
-    Args:
-        found: what is wrong.
-        expected: what would have been right, and what to do.
-        where: the router it is about.
-    """
+    """Raise RouteError with the release, the router (unless `where` is None), what was `found`
+    wrong, and what was `expected`: what would have been right, and what to do."""
     router = "" if where is None else f", router of {where}"
     raise RouteError(f"{installed_megatron()}{router}: {found}; expected {expected}")
 

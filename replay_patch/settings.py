@@ -65,11 +65,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def parse_switch(value: str, name: str) -> bool:
-    """The value of an on/off setting.
-
-    Raises:
-        SettingsError: it is neither a word for on nor one for off.
-    """
+    """The value of an on/off setting; SettingsError for a word that is neither for on nor off."""
     word = value.strip().lower()
     if word in ON or word in OFF:
         return word in ON

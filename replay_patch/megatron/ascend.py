@@ -2,8 +2,8 @@
 
 A feature is on if the config says so, or MindSpeed's arguments do (it reads some of them while a
 model runs), or if a function of it stands where Megatron's own was. That MindSpeed is there is no
-reason: what is not listed here does not touch the routing. (The name of this module is not
-"mindspeed", because MindSpeed leaves such modules out when it takes its patches back.)
+reason to refuse: what is not listed does not touch the routing. (Not named "mindspeed", because
+MindSpeed leaves modules of that name out when it takes its patches back.)
 """
 
 import sys
@@ -100,12 +100,8 @@ REFUSED = (
 
 
 def refuse_features(config: Any, model: Any = None) -> None:
-    """Raise RouteError if a feature that a replay is refused with is on.
-
-    Args:
-        config: of the model or router.
-        model: looked at for MoE layers of MindSpeed's, if given.
-    """
+    """Raise RouteError if a feature that a replay is refused with is on: by the config of a model
+    or router, or by MoE layers of MindSpeed's in the model, if one is given."""
     if "mindspeed" not in sys.modules:
         return
     for feature in REFUSED:

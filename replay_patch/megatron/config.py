@@ -14,10 +14,7 @@ REPLAY_FIELDS = ("enable_routing_replay", "moe_enable_routing_replay")
 
 def replay_enabled(config: Any) -> bool:
     """Whether routing replay is on: either name is enough.
-
-    Raises:
-        SettingsError: a value is a string that is neither on nor off.
-    """
+    Raises SettingsError for a string that is neither on nor off."""
     return any(_switch(config, name) for name in REPLAY_FIELDS)
 
 
@@ -27,21 +24,16 @@ def router_fusion(config: Any) -> bool:
 
 
 def router_padding(config: Any) -> bool:
-    """Whether the dispatcher pads the routing map for low precision.
-
-    The field is `moe_router_padding_for_fp8` in 0.13 ... 0.15 and
-    `moe_router_padding_for_quantization` from 0.16 on; 0.12 has neither.
-    """
+    """Whether the dispatcher pads the routing map for low precision: `moe_router_padding_for_fp8`
+    in 0.13 ... 0.15, `moe_router_padding_for_quantization` from 0.16 on; 0.12 has neither."""
     names = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
     return any(_switch(config, name) for name in names)
 
 
 def router_cuda_graph(config: Any) -> str | None:
     """The config field by which the router runs inside a CUDA graph, or None if it does not.
-
     `enable_cuda_graph` and `external_cuda_graph` (0.12 on), `cuda_graph_impl` (0.15 on); what is
-    inside is `cuda_graph_scope`, from 0.18 on `cuda_graph_modules`.
-    """
+    inside is `cuda_graph_scope`, from 0.18 on `cuda_graph_modules`."""
     on = [n for n in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, n, False)]
     implementation = getattr(config, "cuda_graph_impl", None) or "none"
     if implementation != "none":

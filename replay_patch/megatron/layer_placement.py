@@ -15,12 +15,8 @@ from replay_patch.errors import LayoutError
 
 @dataclass(frozen=True)
 class Placement:
-    """How many decoder layers each stage holds.
-
-    Attributes:
-        counts: [pp_rank][vp_stage].
-        listed: the config lists them stage by stage, so no helper needs to be asked.
-    """
+    """How many decoder layers each stage holds: `counts[pp_rank][vp_stage]`.
+    `listed`: the config lists them stage by stage, so no helper needs to be asked."""
 
     counts: tuple[tuple[int, ...], ...]
     listed: bool = False
@@ -38,10 +34,7 @@ class Placement:
 
 def placement(config: Any) -> Placement:
     """The placement that the config's fields ask for.
-
-    Raises:
-        LayoutError: the fields contradict each other, or do not tell it.
-    """
+    Raises LayoutError if they contradict each other, or do not tell it."""
     sizes = pipeline_size(config), virtual_size(config)
     if getattr(config, "schedules_method", None) == "dualpipev":
         _refuse("schedules_method='dualpipev'", "a placement that the config alone tells")
@@ -75,10 +68,7 @@ def pipeline_size(config: Any) -> int:
 
 def virtual_size(config: Any) -> int:
     """Virtual stages on each pipeline rank; 1 without.
-
-    Raises:
-        LayoutError: virtual stages on one rank, which no Megatron can build.
-    """
+    Raises LayoutError for virtual stages on a single rank, which no Megatron can build."""
     size = int(getattr(config, "virtual_pipeline_model_parallel_size", None) or 1)
     if size > 1 and pipeline_size(config) == 1:
         _refuse(f"{size} virtual stages on one pipeline rank", "pipeline_model_parallel_size > 1")
@@ -86,14 +76,9 @@ def virtual_size(config: Any) -> int:
 
 
 def moe_layers(config: Any) -> tuple[int, ...]:
-    """All MoE layers of the model's decoder.
-
-    `moe_layer_freq` is an integer n (layers 1, n + 1, 2n + 1, ...) or one 0 or 1 for each layer, as
-    models with k dense layers in front have it; None or missing means all.
-
-    Raises:
-        LayoutError: a `moe_layer_freq` that is neither.
-    """
+    """All MoE layers of the model's decoder; LayoutError for any `moe_layer_freq` but these:
+    an integer n (layers 1, n + 1, 2n + 1, ...), one 0 or 1 for each layer, as models with k dense
+    layers in front have it, and None or missing, which means all."""
     layers = int(config.num_layers)
     if getattr(config, "num_moe_experts", None) is None:
         return ()
@@ -121,7 +106,7 @@ def moe_layers(config: Any) -> tuple[int, ...]:
     )
 
 
-# --- the four ways to say it --------------------------------------------------------------------
+# --- the layers of each stage, in the four ways that a config can give them ----------------------
 
 
 def _even(config: Any, pp_size: int, vp_size: int) -> list[list[int]]:
@@ -171,7 +156,7 @@ def _in_layout(layout: Any, pp_size: int) -> list[list[int]]:
 
 
 def _as_listed(listed: Any) -> list[list[int]]:
-    """[pp_rank][vp_stage] as it is, also off a command line."""
+    """[pp_rank][vp_stage], as listed; a command line gives it as a string."""
     try:
         counts = ast.literal_eval(listed) if isinstance(listed, str) else listed
         return [[int(count) for count in stages] for stages in counts]

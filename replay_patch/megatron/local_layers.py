@@ -1,7 +1,7 @@
 """Which MoE layers a pipeline stage holds: what the config means, and what the helpers say.
 
 The helpers are Megatron's `get_transformer_layer_offset` and `get_num_layers_to_build`, by which a
-model is built. They may be somebody else's by the time that they are asked.
+model is built. Other code may have replaced them by the time that they are asked.
 """
 
 import inspect
@@ -27,13 +27,12 @@ def local_layers(
     Where the config lists the layers of each stage (`pipeline_model_parallel_layout`, MindSpeed's
     `pipeline_num_transformer_layers`) it is read. Otherwise the layers follow from the config's
     fields, and are compared with what the installed `get_transformer_layer_offset` and
-    `get_num_layers_to_build` say, as far as these can be asked: they may be somebody else's.
+    `get_num_layers_to_build` say, as far as these can be asked: other code may have replaced them.
 
     Args:
         config: a TransformerConfig.
         pp_rank: the pipeline rank in question; None: this process's, which needs process groups.
         vp_stage: the virtual stage, where the config has some.
-
     Raises:
         LayoutError: the stage is not said, does not exist, or is not known for sure.
     """
@@ -80,9 +79,7 @@ def _stage(config: Any, pp_rank: int | None, vp_stage: int | None) -> tuple[int,
 
 def _own_stage(config: Any) -> tuple[int, int | None] | None:
     """(pp_rank, vp_stage) of this process, if its process groups are those of the config.
-
-    The virtual stage is None where parallel_state does not say it (from 0.13 on nobody sets it).
-    """
+    `vp_stage` is None where parallel_state does not say it (from 0.13 on nobody sets it)."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None:
         return None
@@ -138,7 +135,7 @@ def _answer_of_helpers(config: Any, rank: int, stage: int) -> tuple[int, int] | 
 
 
 def _helpers() -> list[Any]:
-    """As they are bound now. Not imported: whoever replaces one, or builds a model, has done it."""
+    """As they are bound now. Not imported: whoever replaces one, or builds a model, has done so."""
     folder = "megatron.core.transformer"
     return [
         getattr(
@@ -149,7 +146,8 @@ def _helpers() -> list[Any]:
 
 
 def _ask(helper: Any, config: Any, rank: int, stage: int) -> int | None:
-    """By the parameters that it has at this moment: MindSpeed's have none but the config."""
+    """What a helper answers; None if the parameters that it has now cannot ask for this stage
+    (MindSpeed's take the config alone)."""
     own = _own_stage(config)
     virtual = virtual_size(config) > 1
     try:
@@ -169,8 +167,8 @@ def _ask(helper: Any, config: Any, rank: int, stage: int) -> int | None:
 
 
 def _parameters(helper: Any) -> Any:
-    """What it takes by name. A stranger's wrapper says the names of what it wraps (functools.wraps
-    copies them), and takes these only if it hands on any keyword."""
+    """What it takes by name. Another's wrapper has the signature of what it wraps (functools.wraps
+    copies it), which is true only if the wrapper hands on any keyword."""
     code = getattr(helper, "__code__", None)
     honest = module_of(helper).partition(".")[0] in ("megatron", "replay_patch")
     if code is None or honest or code.co_flags & inspect.CO_VARKEYWORDS:
@@ -194,9 +192,7 @@ def _is_known_mistake(
     config: Any, planned: Placement, rank: int, stage: int, answer: tuple[int, int] | None
 ) -> bool:
     """0.12 and 0.13, virtual stages, only the last rank's layers given: offsets overlap there.
-
-    Megatron-LM issue 1584. With the patch `layer_helpers` the helper itself is right.
-    """
+    Megatron-LM issue 1584. With the patch `layer_helpers` the helper itself is right."""
     uneven = (
         getattr(config, "num_layers_in_first_pipeline_stage", None) is None
         and getattr(config, "num_layers_in_last_pipeline_stage", None) is not None

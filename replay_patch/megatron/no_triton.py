@@ -19,17 +19,12 @@ _NEED_TRITON = (
     "megatron.core.transformer.moe.ops.paged_stash",  # 0.19
 )
 
-
 _IMPORT = re.compile(rb"^( *)import triton(?:\.[\w.]+ as (\w+))?(?=[ \r]*(?:#.*)?$)", re.M)
 
 
 def provide(package: str | None = None) -> None:
-    """Register the finder.
-
-    Args:
-        package: prefix of the modules that are to see the stub in any case; None: the modules of
-            Megatron that need one, unless triton is there.
-    """
+    """Register the finder: modules whose names begin with `package` see the stub in any case; with
+    None those of Megatron that need one do, unless triton is there."""
     if package is not None:
         _covered.append(package)
     elif importlib.util.find_spec("triton") is None:

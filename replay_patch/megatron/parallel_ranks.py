@@ -61,7 +61,7 @@ class ParallelRanks:
 
     @property
     def data_rank(self) -> int:
-        """A number that ranks whose routers see other tokens do not share; others do."""
+        """A number that ranks share if their routers see the same tokens, and only then."""
         state = _parallel_state()
         if state is None:
             return 0
@@ -78,12 +78,7 @@ def gathers_rows(config: Any) -> bool:
 
 def vp_stages(chunk: Any, config: Any, index: int, chunks: int) -> Sequence[int | None]:
     """The virtual stages that a chunk may be; several if nothing tells (0.12, some chunks only).
-
-    Args:
-        chunk: an unwrapped model chunk.
-        config: its config.
-        index: its place among the chunks of this rank that are at hand.
-        chunks: how many these are.
+    `chunk`: unwrapped; `index`: its place among this rank's chunks at hand; `chunks`: their number.
     """
     size = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if size is None:

@@ -1,7 +1,5 @@
 """Which router is which: the routers that a model really runs.
-
-Nothing here keeps a router alive, or goes by a position in a list.
-"""
+Nothing here keeps a router alive, or goes by a position in a list."""
 
 import re
 from typing import Any
@@ -12,18 +10,13 @@ _MTP_BLOCK = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)(?:\.|$)")
 
 
 def routers(chunk: Any) -> dict[tuple[int, int], Any]:
-    """The `TopKRouter`s that are attached to a model now, by (layer_number, mtp_depth).
+    """The `TopKRouter`s that are attached to a model or chunk, wrapped or not, now.
 
-    Depth 0 is the decoder, else the place of the block in `mtp.layers`, from 1. (Layer numbers
-    alone are ambiguous: those of MTP blocks start again at 1 on most releases.) Routers of a
-    decoder that was built and replaced are not attached, and a router reached twice is one. Where
-    a wrapper has a `language_model`, only routers inside of it count.
-
-    Args:
-        chunk: a model, or one chunk of it; wrapped or not.
-
-    Raises:
-        LayoutError: two routers with the same key (it names both), or one without a number.
+    The keys are (layer_number, mtp_depth). Depth 0 is the decoder, else the place of the block in
+    `mtp.layers`, from 1. (Layer numbers alone are ambiguous: on most releases those of MTP blocks
+    start again at 1.) Routers of a decoder that was built and replaced are not attached, and a
+    router reached twice is one. Where a wrapper has a `language_model`, only those inside of it
+    count. Raises LayoutError for two routers with one key (it names both), or one without a number.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 

@@ -35,7 +35,7 @@ class Status:
         active: the plugin is at work and no patch is failed, lost or skipped.
         trigger: what activated it first: "torch.backends", "replay_patch.auto",
             "replay-patch run", "activate()", or None.
-        settings: the settings in force.
+        settings: those in force.
         patches: one state per patch.
         problems: what is wrong, in words; empty if nothing is.
     """
@@ -75,7 +75,6 @@ def activate(strict: bool | None = None) -> Status:
 
     Args:
         strict: as `REPLAY_PATCH_STRICT`, which it overrides if given.
-
     Raises:
         SettingsError: a `REPLAY_PATCH*` variable is not understood.
         PatchNotActive: a patch of an already imported module failed.
@@ -114,10 +113,8 @@ def autoload(trigger: str) -> None:
 
 
 def deactivate() -> Status:
-    """Give back every original object that is still ours to give back.
-
-    What is not (somebody wrapped our wrapper) stays as it is and is named in `problems`.
-    """
+    """Give back every original object that is still ours to give back. What is not (somebody
+    wrapped our wrapper) stays as it is and is named in `problems`."""
     global _activation, _not_restored
     with _lock:
         if _activation is not None:
@@ -168,9 +165,7 @@ def require_replay(feature: str) -> None:
     """Refuse `feature` unless every patch that replay stands on is in place, or can still be.
 
     With `REPLAY_PATCH_STRICT` any other failed or lost patch is a reason to refuse, too.
-
-    Raises:
-        PatchNotActive: it says which patch, why, and what to do.
+    Raises PatchNotActive, which says which patch, why, and what to do.
     """
     current, vital = status(), registry.vital_names()
     wrong = [*current.settings.problems]
@@ -194,9 +189,7 @@ def _advise(what: str, wrong: list[str]) -> str:
 
 def reinstall() -> None:
     """Put back what other code has overwritten, and decide again what was not needed.
-
-    A module that is not imported gets one hook, however often the plugin is activated.
-    """
+    A module that is not imported gets one hook, however often the plugin is activated."""
     for module in dict.fromkeys(module for p in registry.patches() for module in p.modules):
         if module in sys.modules or module not in _hooked_modules:
             _hooked_modules.add(module)

@@ -14,9 +14,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def opaque(function: _Function) -> _Function:
     """Keep `function` out of torch.compile's graphs, without importing dynamo.
-
-    Its Python state changes from call to call: dynamo would guard on it and recompile each time.
-    """
+    Its Python state changes from call to call: dynamo would guard on it and recompile each time."""
     holder: list[Callable[..., Any]] = [function]
 
     def disable() -> None:

@@ -1,8 +1,8 @@
 """Run a function as soon as a module is completely imported: now, or when somebody imports it.
 
-wrapt's post-import hooks do the waiting. They cannot tell a module that is in `sys.modules` and
-still being executed (Megatron imported before torch: torch's entry point calls us from the middle
-of that import) from a finished one, so that case is handled here.
+wrapt's post-import hooks do the waiting. To them a module in `sys.modules` is finished, also one
+that is still being executed (Megatron imported before torch: torch's entry point calls us from the
+middle of that import), so that case is handled here.
 """
 
 import sys
@@ -13,10 +13,8 @@ from typing import Any
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback()` when the module `name` is complete. `callback` must not raise.
-
-    An import that fails calls nothing; a later one that succeeds does.
-    """
+    """Call `callback()`, which must not raise, when the module `name` is complete.
+    An import that fails calls nothing; a later one that succeeds does."""
     module = sys.modules.get(name)
     if module is None:
         import wrapt  # here: a broken one must not keep status() and the doctor from speaking
@@ -37,10 +35,8 @@ def complete(name: str) -> bool:
 
 def _when_complete(spec: Any, module: ModuleType, callback: Callable[[], None]) -> None:
     """Call `callback` when the import system is done with `module`.
-
     importlib sets `spec._initializing = False` as the very last step of an import, and offers no
-    hook there. So for the rest of this one import that attribute is a property of the spec.
-    """
+    hook there. So for the rest of this one import that attribute is a property of the spec."""
     spec_class: type[ModuleSpec] = type(spec)
 
     def end_import(self: Any, value: bool) -> None:

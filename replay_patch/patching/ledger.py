@@ -49,9 +49,7 @@ class Ledger:
 
     def apply_if_needed(self, name: str) -> None:
         """Apply a patch if it is needed and neither in place nor skipped; whole or not at all.
-
-        One that other code has overwritten is taken back and applied again, on top of that code.
-        """
+        One that other code has overwritten is taken back and applied again, on top of that code."""
         with self._lock:
             patch, transaction = self._patches[name], self._transactions[name]
             self._undecided.discard(name)
@@ -85,17 +83,15 @@ class Ledger:
                 _log.debug("patch %s: %s (%s)", name, *self._states[name])
 
     def uncover(self, functions: Sequence[Any]) -> None:
-        """Let other code find these functions of its own where ours are directly around them."""
+        """Take back what is directly around these functions of other code, so it finds its own."""
         with self._lock:
             for name in reversed(self._patches):
                 self._transactions[name].uncover(functions)
 
     def states(self) -> tuple[PatchState, ...]:
-        """The state of every patch now; an active one is verified first.
-
-        One that was not tried though its module is there (a stranger's hook failed, and wrapt then
-        forgot all hooks of that module) is tried now.
-        """
+        """The state of every patch now; an active one is verified first. One that was not tried
+        though its module is there (another hook of that module failed, and wrapt then forgot them
+        all) is tried now."""
         with self._lock:
             for name, patch in self._patches.items():
                 if name in self._undecided and any(map(complete, patch.modules)):

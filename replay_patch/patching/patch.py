@@ -29,8 +29,7 @@ class Patch:
     requires: str
     """The module that must be there. Of Megatron: one of `modules` that every release has."""
     modules: tuple[str, ...] = ()
-    """Defining modules: when one of them is completely imported, the patch is tried. Empty: it is
-    the module in `requires`."""
+    """Defining modules: the patch is tried when one is completely imported. Empty: `requires`."""
     why: str
     """What goes wrong without it."""
     how: str

@@ -18,10 +18,8 @@ from replay_patch.patching.wrappers import ABSENT, chain
 
 def find(target: str) -> Any:
     """The object at a target, or None if this release has none or it is not imported.
-
-    For a class attribute it is what stands in the class (a staticmethod stays one). For an actor
-    of Ray's it is the class that Ray runs, not Ray's object around that.
-    """
+    Of a class attribute, what stands in the class (a staticmethod stays one); of an actor of
+    Ray's, the class that Ray runs, not Ray's object around that."""
     module, _, path = target.partition(":")
     value: Any = sys.modules.get(module)
     for name in path.split(".") if value is not None else ():
@@ -59,9 +57,8 @@ def parameters_of_code(target: Any) -> tuple[str, ...]:
 
 
 def names_used(target: Any) -> frozenset[str]:
-    """Global names, attributes, local names and parameters in the code of the function at a target,
-    and of the functions in it. Empty if there is no Python function.
-    """
+    """Globals, attributes, locals and parameters in the code of the function at a target, and of
+    the functions in it. Empty if there is no Python function."""
     return frozenset(
         name
         for code in _codes(target)
@@ -80,8 +77,7 @@ def globals_used(target: Any) -> frozenset[str]:
 
 
 def constants(target: Any) -> frozenset[Any]:
-    """The constants in the code of the function at a target, as `names_used` reads it; docstrings
-    are among them."""
+    """The constants in the code that `names_used` reads, docstrings among them."""
     return frozenset(
         constant
         for code in _codes(target)

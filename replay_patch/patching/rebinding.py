@@ -14,11 +14,8 @@ def with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
     """`function` with `names` in place of its globals of the same names.
 
     Wrappers (along `__wrapped__`) are kept, and run around it. The other globals are taken as they
-    are now: make another one when `globals_of(function)` has changed.
-
-    Raises:
-        LookupError: it is no Python function, or a wrapper that holds what it wraps neither in its
-            closure nor in a global name.
+    are now: make another one when `globals_of(function)` has changed. Raises LookupError for no
+    Python function, or a wrapper that holds what it wraps neither in its closure nor in a global.
     """
     if not isinstance(function, types.FunctionType):
         raise LookupError(f"{function!r} is no plain Python function")

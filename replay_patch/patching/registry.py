@@ -1,7 +1,5 @@
 """All patches: every file in a folder of `replay_patch.patches`, found by its name.
-
-There is no list: a new file is a new patch. Importing one loads neither torch nor Megatron.
-"""
+There is no list: a new file is a new patch. Importing one loads neither torch nor Megatron."""
 
 import functools
 import importlib
@@ -15,10 +13,7 @@ _PACKAGE = "replay_patch.patches"
 @functools.cache
 def patches() -> tuple[Patch, ...]:
     """Every patch, in the order of application: by library and name, each after its `after`.
-
-    Raises:
-        ValueError: two patches of one name, an `after` that names no patch, or a circle of them.
-    """
+    Raises ValueError for a name used twice, or an `after` that names no patch or makes a circle."""
     by_name: dict[str, Patch] = {}
     for folder in _submodules(_PACKAGE):
         for path in _submodules(folder):

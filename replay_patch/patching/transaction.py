@@ -1,8 +1,8 @@
 """`Transaction`: what a patch changes, so that all of it can be verified and taken back.
 
-How a change is verified: by identity. What stands at the place now is ours, or a wrapper around
-ours (reached along `__wrapped__`), or it is somebody else's and the patch is lost. A marker on a
-class or function would outlive the patch it marks.
+A change is verified by identity. What stands at the place now is ours, or a wrapper around ours
+(reached along `__wrapped__`), or it is somebody else's and the patch is lost. A marker on a class
+or function would outlive the patch it marks.
 """
 
 import functools
@@ -53,7 +53,7 @@ class _InnermostChange:
     wrapper: Any
     """What is directly around ours."""
     cell: Any
-    """In the closure of that wrapper, with what it calls."""
+    """The cell of that wrapper's closure that holds what it calls."""
 
     def is_in_place(self) -> bool:
         return reaches(self.read(), self.ours)
@@ -72,7 +72,7 @@ class Transaction:
     changes: list[_Change | _InnermostChange] = field(default_factory=list)
     replaced: list[list[_Change | _InnermostChange]] = field(default_factory=list)
     """What other code had replaced each time that the patch was applied again. MindSpeed may bring
-    it back: it puts what it once found in a place there again when a feature goes off."""
+    it back: when a feature goes off, it restores what it once found in a place."""
     cleanups: list[Callable[[], None]] = field(default_factory=list)
     """Run on undo, after the changes are taken back."""
 
@@ -88,9 +88,7 @@ class Transaction:
 
     def wrap(self, cls: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
         """Replace a method by `make(original)`, which keeps name, signature and staticmethod.
-
-        A plain function: torch.compile silently bypasses wrapt's FunctionWrapper.
-        """
+        A plain function: torch.compile silently bypasses wrapt's FunctionWrapper."""
         original = vars(cls)[name]
         function = getattr(original, "__func__", original)
         wrapper: Any = functools.wraps(function, updated=())(make(function))
@@ -108,11 +106,8 @@ class Transaction:
     def wrap_innermost(
         self, cls: Any, name: str, make: Callable[[Any], Callable[..., Any]]
     ) -> None:
-        """Replace a method, underneath all wrappers of other code that can be followed.
-
-        Where the innermost wrapper does not hold what it wraps in its closure, ours comes around
-        all of them.
-        """
+        """Replace a method, underneath all wrappers of other code that can be followed; around all
+        of them where the innermost does not hold what it wraps in its closure."""
         *wrappers, original = chain(vars(cls)[name])
         wrapper = wrappers[-1] if wrappers else None
         cells = cells_with(wrapper, original)
@@ -127,9 +122,7 @@ class Transaction:
 
     def set_everywhere(self, name: str, original: Any, value: Any) -> None:
         """Set every module attribute `name` that is `original`: importers bind names by value.
-
-        On undo also in the modules that were imported since.
-        """
+        Undo reaches also the modules that were imported since."""
 
         def modules_with(function: Any) -> list[Any]:
             modules = list(sys.modules.values())
@@ -173,10 +166,7 @@ class Transaction:
 
     def undo(self, keep: int = 0) -> list[str]:
         """Take back all but the first `keep` changes, as far as they are still ours, last first.
-
-        Returns:
-            The places that are not ours any more.
-        """
+        Returns the places that are not ours any more."""
         kept = [c.where for c in reversed(self.changes[keep:]) if not c.undo()]
         del self.changes[keep:]
         if keep:

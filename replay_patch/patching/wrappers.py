@@ -7,7 +7,7 @@ from typing import Any
 from replay_patch.patching.rebinding import content
 
 ABSENT: Any = object()
-"""In the place of an attribute that is not there."""
+"""Stands for an attribute that is not there."""
 
 
 def chain(function: Any) -> Iterator[Any]:

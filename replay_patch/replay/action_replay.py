@@ -1,7 +1,5 @@
 """A router that records or replays by action: RECORD, REPLAY_FORWARD or REPLAY_BACKWARD.
-
-T tokens, E experts, K top-k.
-"""
+T tokens, E experts, K top-k."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -22,8 +20,7 @@ RECORD, REPLAY_FORWARD, REPLAY_BACKWARD = "record", "replay_forward", "replay_ba
 
 class ActionReplay:
     """What a `RouterReplay` has beyond Megatron's surface; see `selection.ReplayObject`.
-
-    Ours derives from it. Megatron's own class gets the same by the patch `native_router_replay`.
+    Ours derives from it; Megatron's own class gets the same by the patch `native_router_replay`.
 
     Attributes:
         mtp_depth: 0 in the decoder, else the place of the block in `mtp.layers`, from 1.
@@ -31,8 +28,8 @@ class ActionReplay:
         graphed: the config field by which the router runs inside a CUDA graph; None: it does not.
         in_session: the router is in a recording() or replaying() block.
         native_rows: rows of host targets that routed natively because they repeat an expert.
-        invalid_ids: bool scalar on a device, whether ids there were wrong; see `target_ids`.
-        frozen: (target, ids that wait for the recompute in its place), where they differ.
+        invalid_ids: bool scalar on a device: whether ids there were wrong; see `target_ids`.
+        frozen: (target, ids that wait for the recompute in its place), where the two differ.
     """
 
     # Of RouterReplay; see there.
@@ -76,11 +73,8 @@ class ActionReplay:
         return undo
 
     def choose(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """See `ReplayObject`: what the action says.
-
-        Raises:
-            RouteError: no target, or a target that does not fit; nothing is changed.
-        """
+        """Do what the action says; see `ReplayObject`.
+        Raises RouteError, and changes nothing, if there is no target or it does not fit."""
         action, scores = self._action_value(), selection.scores
         if action == RECORD:
             values, ids = selection.native_choice()
@@ -105,7 +99,7 @@ class ActionReplay:
         return scores.gather(1, ids), ids
 
     def end_call(self) -> None:
-        """See `ReplayObject`: an action belongs to no call."""
+        """See `ReplayObject`; an action lasts longer than a call, so nothing is forgotten."""
 
     def _action_value(self) -> str:
         value = getattr(self.router_replay_action, "value", None)
@@ -136,10 +130,8 @@ class ActionReplay:
 
     def _freeze(self, target: Tensor, ids: Tensor, num_experts: int) -> None:
         """Let the recompute of this microbatch see the natively picked rows of its last forward.
-
         The same tensor may be queued for several microbatches: the first that has not run is this
-        one. If all have run, it is another forward of the last (log-probs first, then training).
-        """
+        one. If all have run, it is another forward of the last (log-probs first, then training)."""
         queue = self.replay_backward_list
         waiting = [i for i, queued in enumerate(queue) if queued is target]
         if not waiting:

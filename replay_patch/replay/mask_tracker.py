@@ -1,9 +1,9 @@
 """A padding mask from the model call that it was given to, to each router of that call.
 
-Nothing between the model and its routers takes a mask (0.12 ... 0.15), and a recompute runs
-long after the call. So the calls of a model that has ever had a mask are told apart as
-`replay_patch.replay.recompute` does it: a router asks which call it is running in, and a recompute
-finds the call of its forward. A call lives in its output's graph and dies with it.
+Nothing between the model and its routers takes a mask (0.12 ... 0.15), and a recompute runs long
+after the call. So in a model that has ever had a mask, a router asks which call it is running in,
+and a recompute finds the call of its forward, by `replay_patch.replay.recompute`. A call lives in
+its output's graph and dies with it.
 """
 
 import weakref
@@ -22,12 +22,8 @@ from replay_patch.replay.per_thread import PerThread
 
 
 class ModelCall:
-    """One call of a model, as long as its graph lives.
-
-    Attributes:
-        padding: None: it was given no mask.
-        backward: the backward pass that it was made in, -1 for none.
-    """
+    """One call of a model, as long as its graph lives: its `padding` (None: it was given no mask),
+    and the number of the `backward` pass that it was made in (-1: in none)."""
 
     __slots__ = ("__weakref__", "backward", "padding")
 
@@ -36,10 +32,7 @@ class ModelCall:
 
 
 class ModelCalls:
-    """The calls of one model since its first mask.
-
-    Args:
-        model: a GPTModel; its routers find the calls by `calls_by_router`.
+    """The calls of one GPTModel since its first mask. Its routers find them by `calls_by_router`.
 
     Attributes:
         next_mask: bool [B, S] for the next call, from a session.
@@ -61,12 +54,7 @@ class ModelCalls:
 
     def run(self, padding: Padding | None, forward: Callable[[], Any], recomputes: bool) -> Any:
         """Run the model's forward as a call with this padding.
-
-        Args:
-            recomputes: recompute is configured: a call that it could not find again is an error.
-
-        Raises:
-            RouteError: a recompute could not find the call.
+        Raises RouteError if `recomputes` (recompute is configured) and one could not find the call.
         """
         call, span = ModelCall(padding), None
         with self._at_work.during(call):
@@ -86,10 +74,7 @@ class ModelCalls:
 
     def padding_of(self, router: Any) -> Padding | None:
         """The padding of the router call that begins.
-
-        Raises:
-            RouteError: it is a recompute of a call that is not known any more.
-        """
+        Raises RouteError if it is a recompute of a call that is not known any more."""
         call, backward = self._at_work.get(), recompute.backward_pass()
         if call is not None and call.backward == backward:
             return call.padding
@@ -128,10 +113,7 @@ def has_had_mask(model: Any) -> bool:
 
 def padding_of(router: Any) -> Padding | None:
     """The padding of the router call that begins; None: all rows count.
-
-    Raises:
-        RouteError: it is a recompute of a call that is not known any more.
-    """
+    Raises RouteError if it is a recompute of a call that is not known any more."""
     calls = calls_by_router.get(id(router))
     return None if calls is None else calls.padding_of(router)
 
@@ -140,12 +122,8 @@ def padding_of(router: Any) -> Padding | None:
 
 
 def set_next_mask(models: list[Any], mask: Tensor | None) -> None:
-    """Keep a mask for the next call of these models, which are given none themselves.
-
-    Args:
-        models: as of `models_with_masks`.
-        mask: bool [B, S], as the models take it; None: forget the last one.
-    """
+    """Keep a mask, bool [B, S] as the models take it, for their next call, which is given none
+    itself; None: forget the last one. `models`: as of `models_with_masks`."""
     for model in models:
         if mask is not None or has_had_mask(model):
             calls_of(model).next_mask = mask
@@ -164,13 +142,8 @@ def models_with_masks(chunk: Any) -> list[Any]:
 
 
 def warn_of_padding(chunk: Any, mask: Tensor, why: str) -> None:
-    """Say once that padding counts in a model, if anything counts there.
-
-    Args:
-        chunk: its config says what counts.
-        mask: bool [B, S], on the host.
-        why: its routers get no mask.
-    """
+    """Say once that padding counts in a model, if its config counts anything, and `why` its routers
+    get no mask. `mask`: bool [B, S], on the host."""
     config = chunk.config
     aux = config.moe_aux_loss_coeff
     counts = [config.moe_z_loss_coeff, config.moe_router_enable_expert_bias]

@@ -1,6 +1,6 @@
 """Which loaded microbatch a router call of a session belongs to, be it a forward or a recompute.
 
-Nothing is queued and no order of backward passes is assumed; see `replay_patch.replay.recompute`. A
+Nothing is queued, and backward passes may come in any order; see `replay_patch.replay.recompute`. A
 dropped loss, an exception, a partial recompute or another order of microbatches leaves nothing
 behind. A `Load` lives in the metadata of its own graph and dies with it. What cannot be known
 raises.
@@ -53,22 +53,16 @@ class Load:
 
 
 class _EndOfBackward:
-    """A callback for the engine of autograd, which drops it with the backward pass, also with one
-    that has failed. Its finalizer is what is wanted; called, it does nothing."""
+    """A callback for autograd's engine, which drops it at the end of the backward pass, also of one
+    that fails. The finalizer of this object is what is wanted; called, it does nothing."""
 
     def __call__(self) -> None: ...
 
 
 class Tracker:
-    """The forwards of one (unwrapped) model chunk, told apart.
-
-    Args:
-        chunk: hooked until `close`.
-        recomputes: recompute is configured, and a forward that it could not find again is an error.
-
-    Raises:
-        RouteError: the chunk has a tracker already, or this torch cannot tell a recompute.
-    """
+    """The forwards of one (unwrapped) model chunk, told apart. The chunk is hooked until `close`.
+    `recomputes`: recompute is configured, and a forward that it could not find again is an error.
+    Raises RouteError if the chunk has a tracker already, or this torch cannot tell a recompute."""
 
     _chunk: "weakref.ref[Any]"
 
@@ -93,10 +87,7 @@ class Tracker:
 
     def load(self, data: Any) -> Load:
         """Make a new load the one that the next forward of the chunk uses.
-
-        Raises:
-            RouteError: inside a backward pass.
-        """
+        Raises RouteError inside a backward pass."""
         if recompute.in_backward():
             refuse("load() inside a backward pass", "load() before the forward that it is for")
         self._close_span()
@@ -107,10 +98,7 @@ class Tracker:
 
     def find(self, router: TrackedRouter) -> tuple[Load, bool]:
         """The load of the router call that begins, and whether the call is a recompute.
-
-        Raises:
-            RouteError: it cannot be known, or nothing is loaded.
-        """
+        Raises RouteError if it cannot be known, or nothing is loaded."""
         if recompute.in_backward():
             return self._recomputed(router), True
         if threading.get_ident() != self._thread:
@@ -221,15 +209,12 @@ ended_loads: dict[int, "weakref.ref[Load]"] = {}
 """Loads of sessions that are over, while their graph lives."""
 
 any_ended = [False]
-"""Whether there are some: what a compiled router may look at without a guard on each load."""
+"""Whether there are any; a compiled router can look at this without a guard on each load."""
 
 
 def check_ended(router: Any) -> None:
     """Refuse the recompute of a forward that ran in a session, now that the session is over.
-
-    Args:
-        router: a router that is not in a session; called only while `any_ended`.
-    """
+    The router is in no session; called only while `any_ended`."""
     if not recompute.in_backward():
         return
     number = recompute.current_number()

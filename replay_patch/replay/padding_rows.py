@@ -21,12 +21,8 @@ from replay_patch.routes.device_copies import to_device
 
 
 class Rows:
-    """The rows that some router sees.
-
-    Args:
-        mask: bool [R], True = padding.
-        device: where the router computes. Nothing waits for it if the mask is still on the host.
-    """
+    """The rows that some router sees. `mask`: bool [R], True = padding; `device`: where the router
+    computes. Nothing waits for the device if the mask is still on the host."""
 
     def __init__(self, mask: Tensor, device: torch.device) -> None:
         self.number = len(mask)
@@ -62,10 +58,7 @@ class Rows:
 
     def scale(self, real: Tensor, ranks: int) -> Tensor:
         """What a loss that was divided by the square of all rows has to be multiplied by.
-
-        Args:
-            real: the rows of all ranks that are no padding; 0 is taken for 1.
-            ranks: the number of ranks, with R rows each.
+        `real`: the rows of all ranks that are no padding (0 is taken for 1); each rank has R rows.
         """
         return (self.number * ranks / real.clamp(min=1)).square()
 
@@ -90,15 +83,7 @@ class Padding:
             self._rows = [Rows(own.flatten(), device), Rows(mask.flatten(), device)]
 
     def rows(self, number: int, router: Any) -> Rows:
-        """The rows of a router with that many.
-
-        Args:
-            number: R.
-            router: for messages.
-
-        Raises:
-            LayoutError: it has others.
-        """
+        """The rows of a router that has `number` of them; LayoutError if the mask is for others."""
         for rows in self._rows:
             if rows.number == number:
                 return rows
@@ -114,10 +99,7 @@ padding_at_work: PerThread[Padding] = PerThread()
 
 def rows_at_work(router: Any, number: int) -> Rows | None:
     """The rows of the router whose forward runs; None: all of them count.
-
-    Raises:
-        LayoutError: it has more or fewer rows than `number`.
-    """
+    Raises LayoutError if the mask is for more or fewer rows than `number`."""
     padding = padding_at_work.get()
     return None if padding is None else padding.rows(number, router)
 
@@ -151,15 +133,11 @@ _counted_inside: PerThread[list[Tensor]] = PerThread()
 def count_for_bias(
     router: Any, forward: Callable[[], Any], counted_rows: Callable[[int], Tensor]
 ) -> Any:
-    """Run a router's forward, of which the expert bias counts some rows only.
+    """Run a router's forward, which returns (probs, map); the expert bias counts only some rows.
 
-    What the release's own code has added to `local_tokens_per_expert` is replaced: a sum over fewer
-    rows of the map that the router returns. One call inside of another counts the rows of both.
-
-    Args:
-        router: a TopKRouter.
-        forward: its forward; returns (probs, map).
-        counted_rows: from the number of rows to bool [R, 1], those that count.
+    `counted_rows(R)` gives those that count, bool [R, 1]. What the release's own code has added to
+    `local_tokens_per_expert` is replaced by a sum of the map over these rows. In a call around
+    another one, the rows count that both count.
     """
     if not getattr(router, "enable_expert_bias", False) or not torch.is_grad_enabled():
         return forward()
@@ -181,15 +159,13 @@ def count_for_bias(
 
 
 def padding_of_model_call(model: Any, mask: Any, input_ids: Any, hidden: Any) -> Padding:
-    """The padding of a model call.
+    """The padding of a call of a GPTModel, of any pipeline stage.
 
     Args:
-        model: a GPTModel, of any pipeline stage.
         mask: bool [B, S], S cut for context parallelism, and not for sequence parallelism. Where
             hidden states enter, it may be cut for that already, as 0.16 and later want it there.
         input_ids: [B, S] where the model embeds them, else None.
         hidden: [S, B, H] that enters otherwise (S cut for sequence parallelism), None if not known.
-
     Raises:
         LayoutError: it is no such mask.
     """
@@ -217,16 +193,8 @@ def padding_of_model_call(model: Any, mask: Any, input_ids: Any, hidden: Any) ->
 
 
 def padding_of_session(model: Any, mask: Tensor, input_ids: Any, hidden: Any) -> Padding | None:
-    """The padding of a model call whose mask comes from a session.
-
-    Args:
-        model, input_ids, hidden: as of `padding_of_model_call`.
-        mask: bool [B, S].
-
-    Returns:
-        None if the mask is of another number of tokens than the call: the routers of the session
-        refuse it then, and know better what is wrong.
-    """
+    """`padding_of_model_call` with a session's mask, bool [B, S]. None if it has another number of
+    tokens than the call: the session's routers then refuse it, and know better what is wrong."""
     tokens = mask.numel()
     if input_ids is not None:
         tokens = input_ids.numel()
@@ -239,14 +207,7 @@ def padding_of_session(model: Any, mask: Tensor, input_ids: Any, hidden: Any) ->
 
 def padding_of_router_call(router: Any, mask: Any, hidden: Tensor) -> Padding:
     """The padding of one router call that is given a mask itself.
-
-    Args:
-        router: a TopKRouter, for messages.
-        mask: bool [S, B] or [R], of exactly the rows of `hidden` [S, B, H].
-
-    Raises:
-        LayoutError: it is no such mask.
-    """
+    `mask`: bool [S, B] or [R], of exactly the rows of `hidden` [S, B, H]; otherwise LayoutError."""
     check_mask(mask)
     shape = hidden.shape[:-1]
     if mask.shape not in (shape, (shape.numel(),)):
@@ -257,15 +218,8 @@ def padding_of_router_call(router: Any, mask: Any, hidden: Tensor) -> Padding:
 
 def mask_of_layer(layer: Any, mask: Tensor, hidden: Any) -> Tensor:
     """The part of a mask that is for the hidden states of an MoE layer; the mask itself if it fits.
-
-    Args:
-        layer: an MoELayer.
-        mask: [B, S], S of this rank's rows, or of those of all ranks of sequence parallelism.
-        hidden: [S, B, H] of this rank.
-
-    Raises:
-        LayoutError: it is neither.
-    """
+    `mask`: [B, S], S of this rank's rows, or of those of all ranks of sequence parallelism (else
+    LayoutError); `hidden`: [S, B, H] of this rank."""
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return mask  # a later part of a layer that runs in pieces
     length, batch = hidden.shape[:2]

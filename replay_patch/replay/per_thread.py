@@ -10,9 +10,8 @@ _Value = TypeVar("_Value")
 class PerThread(Generic[_Value]):
     """A value for each thread that has been given one.
 
-    Attributes:
-        by_thread: thread -> its value. Empty while no thread has one: code that torch.compile looks
-            into asks this first, as that is all it can ask cheaply.
+    `by_thread` (thread -> its value) is empty while no thread has one: code that torch.compile
+    looks into asks this first, as that is all it can ask cheaply.
     """
 
     def __init__(self) -> None:

@@ -30,19 +30,14 @@ KNOWS = None not in (_backward_pass, _current_node, _next_number)
 _ANCHOR = "replay_patch"
 
 _REMEMBERED = 256
-"""Of how many forwards the range is kept although they are gone, to refuse what should find them.
-"""
+"""Forwards whose range is kept although they are gone, to refuse what should find them."""
 
 _Forward = TypeVar("_Forward")
 
 
 class Span(Generic[_Forward]):
-    """The sequence numbers of the nodes of one forward, which begins now.
-
-    Attributes:
-        start, end: the first number, and the first after them; None while the forward runs.
-        forward: weak.
-    """
+    """The sequence numbers of the nodes of one forward, which begins now: from `start` up to `end`,
+    the first after them (None while the forward runs). `forward` is a weak reference."""
 
     __slots__ = ("end", "forward", "start")
 
@@ -51,7 +46,7 @@ class Span(Generic[_Forward]):
         self.end: int | None = None
 
     def close(self) -> None:
-        """The forward is over; for the first time counts."""
+        """The forward is over. Only the first call counts."""
         if self.end is None:
             self.end = next_number()
 
@@ -142,10 +137,8 @@ def refuse_output(which: str) -> NoReturn:
 
 def _graph_nodes(output: Any) -> Iterator[Any]:
     """The nodes of the autograd graph at a model's output, and those just below.
-
     Both, because an in-place operation on a view (`logits.div_(temperature)`) gives it a new node
-    in the place of the old one. Not AccumulateGrad, which may live as long as the parameter.
-    """
+    in the place of the old one. Not AccumulateGrad, which may live as long as the parameter."""
     for tensor in _tensors(output, 0):
         top = tensor.grad_fn
         if top is not None:

@@ -16,26 +16,16 @@ _EARLY_STOP: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ()
 
 replay_at_work: PerThread[ReplayObject] = PerThread()
 """The replay object, with an action, of the router whose forward runs.
-
-For the top-k functions of releases that do not pass the replay object on (before 0.16).
-"""
+For the top-k functions of releases that do not pass the replay object on (before 0.16)."""
 
 gated_outside_forward: PerThread[ReplayObject] = PerThread()
 """The replay object, with an action, of the router whose gating was last, outside its forward."""
 
 
 def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a router's forward while its replay object has an action; refuse what would ignore it.
-
-    Args:
-        router: a TopKRouter.
-        original: the release's forward.
-        args, kwargs: of the call.
-
-    Raises:
-        RouteError: this router cannot be replayed, or did not make exactly one selection. Then
-            the replay object is what it was before.
-    """
+    """Run a TopKRouter's forward (`original`: the release's) while its replay object has an action.
+    Raises RouteError if this router cannot be replayed, or did not make exactly one selection.
+    After an error the replay object is what it was before."""
     replay: ReplayObject = router.router_replay
     undo = replay.begin_call(router, kwargs.get("input", args[0] if args else None))
     selections = replay.selections
@@ -74,10 +64,7 @@ def run(router: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> An
 
 def note_gating(replay: ReplayObject | None) -> None:
     """Remember that a router with an action computes logits outside of its forward.
-
-    Args:
-        replay: its replay object, or None if this router routes natively.
-    """
+    None: this router routes natively."""
     if replay is not None and replay_at_work.get() is not replay:
         gated_outside_forward.put(replay)
     else:

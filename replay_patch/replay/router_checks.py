@@ -12,11 +12,7 @@ _TOP_K_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 
 
 def refuse_unknown_class(cls: Any) -> None:
-    """Refuse a router class that would ignore its replay object.
-
-    Args:
-        cls: a subclass of Megatron's Router.
-    """
+    """Refuse a subclass of Megatron's Router that would ignore its replay object."""
     if not issubclass(cls, probe.find(_TOP_K_ROUTER)):
         expected = "a TopKRouter"
     elif not _reaches_top_k_router(cls.forward):
@@ -42,10 +38,7 @@ def check_selecting(router: Any) -> None:
 
 def check_capture(router: Any = None) -> None:
     """Refuse to replay while a graph is being captured, on a GPU or an NPU.
-
-    Args:
-        router: a router or its replay object, for the message.
-    """
+    The message names the router, given by itself or by its replay object."""
     # torch_npu's transfer_to_npu puts into torch.cuda what torch.npu has. What an older torch.npu
     # lacks stays torch.cuda's own, which raises in a torch without CUDA.
     backends: Any = torch.backends

@@ -1,10 +1,9 @@
 """`RouterReplay` and `RouterReplayAction` for the Megatron releases that have none (before 0.16).
 
-The surface and behaviour of Megatron-core 0.19's
-`megatron.core.transformer.moe.router_replay`, so that code written for it runs unchanged; with
-typed errors in place of its crashes, and with the checks of `replay_patch.replay.target_ids`. On
-releases that have the module, the patch `native_router_replay` brings the class there to the same
-point.
+They behave as those of Megatron-core 0.19's `megatron.core.transformer.moe.router_replay`, so that
+code written for it runs unchanged; but with typed errors in place of crashes, and the checks of
+`replay_patch.replay.target_ids`. Where a release has the module, the patch `native_router_replay`
+gives its class the same.
 """
 
 import importlib
@@ -64,10 +63,7 @@ class RouterReplay(ActionReplay):
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[Tensor]) -> None:
         """Set the target of every router in build order; of none, if one does not fit.
-
-        Raises:
-            RouteError: wrong number of tensors (it names the routers), or a bad one.
-        """
+        Raises RouteError for the wrong number of tensors (it names the routers), or a bad one."""
         check_replay_data(all_layers_topk_indices)
         for entry, ids in zip(instances(), all_layers_topk_indices, strict=True):
             entry.set_target_indices(ids)
@@ -117,10 +113,7 @@ class RouterReplay(ActionReplay):
 
     def set_target_indices(self, topk_indices: Tensor) -> None:
         """Set the ids [tokens, topk] to replay, and queue them for the recompute.
-
-        Raises:
-            RouteError: they cannot be right for this router; nothing is changed.
-        """
+        Raises RouteError, and changes nothing, if they cannot be right for this router."""
         check_target(self, topk_indices)
         self.target_topk_idx = topk_indices
         self.replay_backward_list.append(topk_indices)
@@ -130,22 +123,16 @@ class RouterReplay(ActionReplay):
         return self.recorded_topk_idx
 
     def clear_indices(self) -> None:
-        """Forget recorded and target ids.
-
-        Raises:
-            RouteError: ids on a device turned out to be out of range; after all is cleared.
-        """
+        """Forget recorded and target ids. Then raise RouteError if ids on a device turned out to be
+        out of range."""
         self.recorded_topk_idx = None
         self.target_topk_idx = None
         self.replay_backward_list = []
         after_clearing(self)
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Record or replay from the next forward on.
-
-        Raises:
-            RouteError: not a RouterReplayAction, or the router is inside a CUDA graph.
-        """
+        """Record or replay from the next forward on. Raises RouteError for what is not a
+        RouterReplayAction, or if the router is inside a CUDA graph."""
         check_action(self, router_replay_action)
         self.router_replay_action = router_replay_action
 
@@ -165,10 +152,7 @@ class RouterReplay(ActionReplay):
 
     def record_indices(self, topk_indices: Tensor) -> None:
         """Keep what was selected: the tensor, or its copy in the static buffer.
-
-        Raises:
-            RouteError: the static buffer is too small.
-        """
+        Raises RouteError if that is too small."""
         check_buffer(self, topk_indices)
         if self.static_buffer is None:
             self.recorded_topk_idx = topk_indices
@@ -195,13 +179,13 @@ def new() -> RouterReplay:
 
 
 def check_target(replay: RouterReplay, ids: Any) -> None:
-    """Ids that cannot be right for this router, whatever the microbatch."""
+    """Refuse ids that cannot be right for this router, whatever the microbatch."""
     target_ids.forget(ids)
     target_ids.check(ids, replay, replay.num_experts, replay.topk)
 
 
 def check_replay_data(all_layers_topk_indices: Any) -> None:
-    """Anything but one fitting tensor per router of `instances()`."""
+    """Refuse anything but one fitting tensor per router of `instances()`."""
     entries, targets = instances(), all_layers_topk_indices
     if not isinstance(targets, (list, tuple)):
         refuse(f"replay data is {type(targets).__name__}", "a list of tensors, one per router")
@@ -219,7 +203,7 @@ def check_replay_data(all_layers_topk_indices: Any) -> None:
 
 
 def check_action(replay: RouterReplay, action: Any) -> None:
-    """An action that would be ignored."""
+    """Refuse an action that would be ignored."""
     if action is None:
         return
     where = Where.of(replay)
@@ -243,13 +227,13 @@ def check_action(replay: RouterReplay, action: Any) -> None:
 
 
 def check_global_action(action: Any) -> None:
-    """An action that one of the routers refuses."""
+    """Refuse an action that one of the routers refuses."""
     for entry in instances():
         check_action(entry, action)
 
 
 def check_static_buffers(static_buffer: Any) -> None:
-    """A buffer without one slice per router."""
+    """Refuse a buffer without one slice per router."""
     if not isinstance(static_buffer, Tensor):
         refuse(f"static buffer is {type(static_buffer).__name__}", "a torch.Tensor")
     if static_buffer.dim() != 3 or static_buffer.shape[1] != len(instances()):
@@ -258,7 +242,7 @@ def check_static_buffers(static_buffer: Any) -> None:
 
 
 def check_buffer(replay: RouterReplay, ids: Tensor) -> None:
-    """A static buffer that cannot hold `ids`."""
+    """Refuse a static buffer that cannot hold `ids`."""
     buffer: Any = replay.static_buffer
     if buffer is None:
         return

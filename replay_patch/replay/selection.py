@@ -1,9 +1,10 @@
 """The question that a router puts to its replay object: which experts does each token take?
 
-`Selection` is the question, and `ReplayObject` what may stand in `router.router_replay` to answer
-it. There are two: a `RouterReplay` does what its action says, Megatron's own (0.16 on, with our
-patch on it) and ours (`replay_patch.replay.router_replay`, before that) alike; and a router whose
-model is in a recording() or replaying() block has a `SessionReplay`. T tokens, E experts, K top-k.
+`Selection` is the question; a `ReplayObject` in `router.router_replay` answers it. There are two:
+* `RouterReplay` does what its action says: Megatron's own (0.16 on, with our patch on it), or ours
+  (`replay_patch.replay.router_replay`, before that);
+* `SessionReplay`, while the model is in a recording() or replaying() block.
+T tokens, E experts, K top-k.
 """
 
 from collections.abc import Callable
@@ -52,11 +53,7 @@ class Selection:
 
 
 class ReplayObject(Protocol):
-    """What stands in `router.router_replay`.
-
-    Attributes:
-        selections: how many selections it has made so far.
-    """
+    """What stands in `router.router_replay`. `selections` counts those that it has made."""
 
     selections: int
 
@@ -74,8 +71,7 @@ class ReplayObject(Protocol):
 
     @property
     def uncounted_rows(self) -> Tensor | None:
-        """bool [T, 1], the rows of the call that runs which the expert bias does not count; None:
-        it counts all."""
+        """bool [T, 1]: rows of the running call that the expert bias does not count; None: none."""
 
     def begin_call(self, router: Any, hidden: Any) -> Callable[[], None]:
         """Find what a call of the router is to do, before the release's own code counts losses.
@@ -83,23 +79,15 @@ class ReplayObject(Protocol):
         Args:
             router: a TopKRouter.
             hidden: its input [S, B, H], None if it was not given one.
-
         Returns:
             What takes back the traces of the call if it fails.
-
         Raises:
             RouteError: the call cannot be right; nothing is changed.
         """
 
     def choose(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Make the selection of the call that runs.
-
-        Returns:
-            (values, ids), each [T, K]: ids int64, values the scores at them.
-
-        Raises:
-            RouteError: the ids for it do not fit.
-        """
+        """Make the selection of the running call: (values, ids), each [T, K], ids int64, values the
+        scores at them. Raises RouteError if the ids for it do not fit."""
 
     def end_call(self) -> None:
         """Forget the call, whether it succeeded or not."""
@@ -119,13 +107,9 @@ def get_replay_topk(
 ) -> tuple[Tensor, Tensor]:
     """(values, ids) of the final selection, each [tokens, topk]. A method of our replay objects.
 
-    Args:
-        scores: float [tokens, experts], what the release selects on.
-        topk, num_groups, group_topk: of the router.
-        default_compute_topk: the release's own selection, which takes these four.
-
-    Raises:
-        RouteError: no native selection, or ids that do not fit.
+    `scores`: float [tokens, experts], what the release selects on; `default_compute_topk`: its own
+    selection, which takes the four arguments before it.
+    Raises RouteError if there is no native selection, or the ids do not fit.
     """
     native = check_native(self, default_compute_topk)
     if self.router_replay_action is None:

@@ -1,8 +1,8 @@
 """Are these expert ids right for this router? Checks of replay targets [T, K].
 
-Host tensors are looked at once, when they are set. Ids on a device are not looked at, which would
-wait for the device: they are clamped into range, and whether that changed any is kept in
-`replay.invalid_ids` and raised when the indices are cleared.
+Host tensors are looked at once, when they are set. Looking at ids on a device would wait for it:
+they are clamped into range, and whether that changed any is kept in `replay.invalid_ids` and raised
+when the indices are cleared.
 """
 
 from dataclasses import dataclass
@@ -34,15 +34,8 @@ def check(
 ) -> None:
     """Check targets as far as the arguments that are not None allow.
 
-    Args:
-        ids: what is to be an int tensor [T, K].
-        replay: the replay object that they are for.
-        num_experts: E; ids on the host are compared with it.
-        topk: K.
-        num_tokens: T.
-
-    Raises:
-        RouteError: it names release, layer, what was found and what was expected.
+    `ids` is to be an int tensor [num_tokens, topk]; on the host its values are compared
+    with `num_experts`. Raises RouteError, which names release, layer, what was found and expected.
     """
     if not isinstance(ids, Tensor):
         refuse(
@@ -67,9 +60,8 @@ def check(
 def usable_ids(ids: Tensor, replay: "ActionReplay", scores: Tensor) -> tuple[Tensor, Tensor | None]:
     """Checked targets as int64 on the device of `scores` [T, E], and the rows not to be replayed.
 
-    Returns:
-        (ids, rows): rows is bool [T], True where an expert is repeated (zero-filled padding: it
-        would break the count of assignments); None if it is known that there is none.
+    The rows are bool [T], True where an expert is repeated (zero-filled padding: it would break the
+    count of assignments); None if it is known that there is none.
     """
     num_experts = scores.shape[1]
     wide = ids.to(scores.device, torch.int64)
@@ -99,10 +91,7 @@ def usable_ids(ids: Tensor, replay: "ActionReplay", scores: Tensor) -> tuple[Ten
 
 def with_native_rows(ids: Any, mask: Any, replay: "ActionReplay") -> Tensor:
     """The ids [T, K], to be taken only where the mask [T] is true; elsewhere the native ones.
-
-    Raises:
-        RouteError: ids or a mask of another form.
-    """
+    Raises RouteError for ids or a mask of another form."""
     check(ids, replay, None, replay.topk)
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != ids.shape[:1]:
         found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask)
@@ -132,10 +121,7 @@ def forget(ids: Any) -> None:
 
 def raise_deferred(replay: "ActionReplay") -> None:
     """Read what was found on the device since the last time; waits for the device.
-
-    Raises:
-        RouteError: some ids were out of range (with STRICT: or some row repeated an expert).
-    """
+    Raises RouteError if ids were out of range (with STRICT: or a row repeated an expert)."""
     flag, replay.invalid_ids = replay.invalid_ids, None
     if flag is not None and bool(flag):
         refuse(
@@ -169,10 +155,7 @@ _host_values: Any = WeakIdKeyDictionary()
 
 def _repeating_rows(ids: Tensor, replay: "ActionReplay", num_experts: int) -> Tensor | None:
     """bool [T]: the rows of host ids that have an expert twice; None if there are none.
-
-    Raises:
-        RouteError: ids out of range, or (with STRICT) such a row.
-    """
+    Raises RouteError for ids out of range, or (with STRICT) such a row."""
     if not ids.numel():
         return None
     # Inference tensors count no versions, so they are looked at each time.

@@ -23,8 +23,7 @@ class RankRecord:
     """What one rank recorded in one schedule.
 
     Attributes:
-        loads: for each microbatch the tokens of its sequences, and int64 [R] the token in each
-            router row (-1: padding).
+        loads: per microbatch (lengths of its sequences, int64 [R]: token of each row, -1: padding).
         ids: layer number -> for each microbatch [R, K], compact.
         num_experts: E.
         topk: K.
@@ -40,11 +39,8 @@ class RankRecord:
 
 def routes(record: RankRecord) -> list[Routes]:
     """The routes of every sequence, in load order.
-
-    Raises:
-        RouteError: on all ranks of a group alike: they loaded other sequences, or a token was in
-            no rank's layout.
-    """
+    Raises RouteError, on all ranks of a group alike, if they loaded other sequences, or a token was
+    in no rank's layout."""
     layers = sorted(record.ids)
     lengths = [length for load_lengths, _ in record.loads for length in load_lengths]
     own_tokens, own_ids = _own_tokens(record, layers)
@@ -135,9 +131,7 @@ class _Part:
 
 def _exchange(ints: list[list[int]], data: Tensor, group: Any, device: torch.device) -> list[_Part]:
     """What each rank of the group (None: this one) sent, in rank order; the data arrives flat.
-
-    Every rank sends as many lists. Collectives that are not gloo's run on the device.
-    """
+    Every rank sends as many lists. Collectives that are not gloo's run on the device."""
     if group is None:
         return [_Part(ints, data.flatten())]
     numbers = [len(ints), *(len(each) for each in ints), *(n for each in ints for n in each)]

@@ -1,7 +1,6 @@
 """What one `load()` hands to the routers of one chunk, made on the host before the forward.
 
-N tokens of the microbatch, R router rows of this rank, L MoE layers of the chunk, E experts, K
-top-k.
+N tokens of the microbatch, R router rows of this rank, L MoE layers of a chunk, E experts, K top-k.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,19 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Microbatch:
-    """The expert ids of one microbatch, compact.
+    """The expert ids of one microbatch, compact. Its tensors are on the device.
 
     Attributes:
         num_rows: R.
         shape: (S, B) of the hidden states that a router gets; their product need not be R.
         dtype: of the ids.
-        ids: for each MoE layer of the chunk [R, K] on the device; None: the router's own choice,
-            kept here by its first forward.
-        holes: bool [R, 1] on the device, rows that route natively; None: there are none.
-        captured: bool [R, 1] on the device; None: the overlap with native routes is not sampled.
+        ids: [R, K] for each MoE layer of the chunk; None: the router's first forward chooses them.
+        holes: bool [R, 1], rows that route natively; None: there are none.
+        captured: bool [R, 1]; None: the overlap with native routes is not sampled.
         counts: rows that are captured, holes, padding.
-        uncounted: bool [R, 1] on the device, rows that the expert bias does not count because
-            their experts are given; None: it counts all.
+        uncounted: bool [R, 1], rows that the expert bias does not count because their experts are
+            given; None: it counts all.
     """
 
     num_rows: int
@@ -51,10 +49,7 @@ class Microbatch:
 
 def router_rows(layout: Any, config: Any) -> Tensor:
     """int64 [R]: the token in each row that the routers of this model see; -1 is padding.
-
-    Raises:
-        LayoutError: no layout, or one that was made for another rank.
-    """
+    Raises LayoutError for what is no TokenLayout."""
     if not isinstance(layout, TokenLayout):
         raise LayoutError(f"layout is a {type(layout).__name__}: expected a TokenLayout")
     return layout.input_rows.t().flatten() if gathers_rows(config) else layout.rows
@@ -69,14 +64,8 @@ def hidden_shape(layout: TokenLayout, config: Any) -> tuple[int, int]:
 def microbatch_to_record(
     layout: TokenLayout, num_rows: int, num_layers: int, config: Any
 ) -> Microbatch:
-    """A microbatch whose routers choose for themselves.
-
-    Args:
-        layout: of the microbatch on this rank.
-        num_rows: R.
-        num_layers: MoE layers of the chunk.
-        config: of the chunk.
-    """
+    """A microbatch of R rows on this rank, whose routers, one for each of the chunk's MoE layers,
+    choose for themselves."""
     shape = hidden_shape(layout, config)
     return Microbatch(num_rows, shape, ids_dtype(config.num_moe_experts), [None] * num_layers)
 
@@ -100,7 +89,6 @@ def microbatch_to_replay(
         first_padding: choices made for padding so far.
         sampled: whether the overlap with native routes is to be measured.
         count_replayed: whether the expert bias counts tokens whose experts are given.
-
     Raises:
         RouteError: routes that do not fit the sequences or the model.
     """
@@ -151,14 +139,8 @@ def microbatch_to_replay(
 
 
 def check_rank(layout: Any, config: Any) -> None:
-    """Refuse a layout that was made for another rank: it would have the right number of rows.
-
-    Args:
-        layout: a TokenLayout; one without a cut, or what is no layout, is left to later checks.
-        config: of the chunk.
-
-    Raises:
-        LayoutError: the layout is cut for other ranks than this one and its config.
+    """Raise LayoutError for a layout that is cut for other ranks than this one and its config: the
+    right number of rows would hide it. What has no cut, or is no layout, is left to later checks.
     """
     cut = getattr(layout, "cut", None)
     if cut is None:
@@ -176,10 +158,7 @@ def mask_of_stage(chunk: Any, config: Any, device: torch.device, layout: Any) ->
     """The padding mask in the shape that this stage takes, on its device.
 
     The first stage takes [B, S] and scatters it itself over sequence-parallel ranks; a later one
-    takes this rank's part of S, as its hidden states are.
-
-    Raises:
-        LayoutError: S cannot be cut for sequence parallelism.
+    takes this rank's part of S, as its hidden states are: LayoutError if S cannot be cut so.
     """
     mask: Tensor = layout.padding_mask
     ranks = ParallelRanks.of(config)

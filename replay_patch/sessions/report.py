@@ -24,8 +24,7 @@ class Report:
     @property
     def overlap(self) -> dict[int, float]:
         """Layer number -> share of the captured choices that native routing would have made, too.
-
-        Of the sampled microbatches only. Reading it waits for the device; do so after the schedule.
+        Only of the sampled microbatches. Reading it waits for the device: do so after the schedule.
         """
         if self._hits:
             layers = list(self._hits)
@@ -45,14 +44,8 @@ class Report:
         self.padding += padding
 
     def compare(self, layer: int, ids: Tensor, native: Tensor, captured: Tensor, rows: int) -> None:
-        """Add the overlap of one router call.
-
-        Args:
-            layer: its number.
-            ids: int64 [R, K], replayed.
-            native: int64 [R, K], what the router would have taken.
-            captured: bool [R, 1], the rows that count.
-            rows: how many these are.
+        """Add the overlap of one router call: of the replayed `ids` with `native`, what the router
+        would have taken, both int64 [R, K], in the `rows` rows that `captured`, bool [R, 1], marks.
         """
         same = (ids.unsqueeze(2) == native.unsqueeze(1)).any(2)
         hits = (same & captured).sum()

@@ -27,7 +27,7 @@ from replay_patch.sessions.report import Report
 from replay_patch.sessions.session import Session
 
 OVERLAP_EVERY = 8
-"""Of how many microbatches one is compared with native routing."""
+"""One in this many microbatches is compared with native routing."""
 
 
 def recording(model: Any) -> "Recording":
@@ -36,7 +36,6 @@ def recording(model: Any) -> "Recording":
     Args:
         model: a module, or the list of its virtual pipeline chunks; wrapped (DDP, Float16Module)
             or not.
-
     Raises:
         PatchNotActive: a patch that replay stands on is not in place.
         RouteError: on entering: the model is in a session already, or its routers cannot be
@@ -56,7 +55,6 @@ def replaying(
             0 for none.
         count_replayed: whether the counts from which Megatron updates the expert bias hold the
             given experts, which the bias did not choose. False: those of native rows only.
-
     Raises:
         PatchNotActive, RouteError: as `recording`.
     """
@@ -80,10 +78,8 @@ class Recording(Session):
         Args:
             chunk: as `forward_step` got it.
             layout: of the microbatch on this rank.
-
         Returns:
             Keyword arguments for the model call: `padding_mask`, or none.
-
         Raises:
             RouteError: not in the block, inside a backward, or another microbatch than the same
                 load of another chunk.
@@ -107,8 +103,8 @@ class Recording(Session):
     def routes(self) -> list[Routes]:
         """The routes of all sequences of this replica, in load order, in all MoE layers by number.
 
-        Collective over the tensor-parallel, context-parallel and pipeline ranks, each of which
-        gets all of it; not over data- and expert-parallel ones. Call it after the block.
+        Call it after the block. Collective over the tensor-parallel, context-parallel and pipeline
+        ranks, each of which gets all of it; not over data- and expert-parallel ones.
 
         Raises:
             RouteError: the block is not over or was left by an exception, the ranks did not load
@@ -161,10 +157,8 @@ class Replaying(Session):
             chunk: as `forward_step` got it.
             routes: one per sequence of the layout, of N or N - 1 rows for N tokens.
             layout: of the microbatch on this rank.
-
         Returns:
             Keyword arguments for the model call: `padding_mask`, or none.
-
         Raises:
             RouteError: routes that do not fit sequences, layers or experts; not in the block;
                 inside a backward.

@@ -101,11 +101,8 @@ class Session:
     # --- for recording and replaying ---
 
     def _load(self, chunk: Any, layout: Any) -> Stage:
-        """The stage of the chunk that a load() names.
-
-        Raises:
-            RouteError: outside of the block, in another thread, or not a chunk of this model.
-        """
+        """The stage of the chunk that a load() names. Raises RouteError outside of the block, in
+        another thread, or for what is no chunk of this model; LayoutError as `check_rank`."""
         check_capture()
         if self._state != "entered":
             self._refuse(f"load() in a session that is {self._state}", "load() in its with-block")
@@ -141,10 +138,10 @@ class Session:
         return {"padding_mask": mask}
 
     def _finish(self) -> None:
-        """At the end of a block without an exception, before routers are native again."""
+        """Called at the end of a block without an exception, before routers are native again."""
 
     def _drop(self) -> None:
-        """Drop every reference that leaving drops."""
+        """Drop what else keeps tensors alive; called on leaving."""
 
     def _refuse(self, found: str, expected: str) -> NoReturn:
         raise RouteError(f"{installed_megatron()}, {self.name}(): {found}; expected {expected}")
@@ -175,7 +172,7 @@ class Session:
         return stage
 
     def _check_layers(self, chunk: Any, index: int, layers: tuple[int, ...]) -> None:
-        """The layers that are there are those that the config says are there."""
+        """Refuse a chunk with routers in other layers than its config says."""
         config = chunk.config
         if not getattr(config, "num_moe_experts", None):
             self._refuse("the model has no experts (num_moe_experts)", "a mixture of experts")
@@ -191,7 +188,7 @@ class Session:
             )
 
     def _check_complete(self) -> None:
-        """Every router of a chunk has used every microbatch that was loaded for the chunk."""
+        """Refuse to end before every router of a chunk has used every microbatch loaded for it."""
         for index, stage in enumerate(self._stages):
             for number, seen in enumerate(stage.seen):
                 missing = [n for index, n in enumerate(stage.layers) if index not in seen]
@@ -209,7 +206,7 @@ class Session:
             )
 
     def _leave(self) -> None:
-        """Native routing again, and no reference left; also half-way through entering."""
+        """Make routing native again, and keep no reference; also half-way through entering."""
         for stage in self._stages:
             for router in stage.routers:
                 replay = router.router_replay
