@@ -122,8 +122,8 @@ def padding_of(router: Any) -> Padding | None:
 
 
 def set_next_mask(models: list[Any], mask: Tensor | None) -> None:
-    """Keep a mask, bool [B, S] as the models take it, for their next call, which is given none
-    itself; None: forget the last one. `models`: as of `models_with_masks`."""
+    """Keep a mask, bool [B, S] as the models take it, for the next call of these models (of
+    `models_with_masks`), which are given none themselves. None: forget the last one."""
     for model in models:
         if mask is not None or has_had_mask(model):
             calls_of(model).next_mask = mask
