@@ -48,8 +48,7 @@ def microbatch(
         layers: the MoE layers that are asked for.
         sub_seq_lengths: of the sequences in each row, if a row holds several.
 
-    Raises:
-        RouteError: routes that do not fit the tokens, the layers or the experts.
+    RouteError: the routes do not fit the tokens, the layers or the experts.
     """
     import torch
 

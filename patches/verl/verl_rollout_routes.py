@@ -136,7 +136,7 @@ def _routes(trajectory: Any, output: Any) -> Any:
 
 
 def _routes_of_loop(name: str, rows: Any, tokens: list[int], sampled: list[int]) -> Any:
-    """Routes that a loop got without verl's client: only their number tells if they are all."""
+    """Routes that a loop got without verl's client; only their number tells if some are missing."""
     from replay_patch.routes.trajectory import Trajectory
 
     least = sampled[-1] if sampled else 0

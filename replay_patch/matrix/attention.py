@@ -24,10 +24,8 @@ def with_torch_attention(spec: Any) -> Any:
 
 def cp_positions(lengths: list[int], cp_size: int, cp_rank: int) -> tuple[Any, Any]:
     """The tokens of a context-parallel rank in Megatron's zigzag order, as (index of the sequence,
-    position in it), both int64 [tokens of this rank].
-
-    Each (packed) sequence must have a length that is a multiple of `2 * cp_size`, else ValueError.
-    """
+    position in it), both int64 [tokens of this rank]. With several ranks, the length of each
+    (packed) sequence must be a multiple of `2 * cp_size`, else ValueError."""
     sequences: list[int] = []
     positions: list[int] = []
     for index, length in enumerate(lengths):

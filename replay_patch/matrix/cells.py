@@ -3,8 +3,7 @@
     python -m replay_patch.matrix.cells --checks record,replay [--mindspeed] [--timeout 60]
 
 Lines of JSON on stdout: first what was imported, then each finished cell. Importing Megatron takes
-seconds, or minutes with many optional packages, so the processes of the cells (`cell_processes`)
-are forked from this one, which has done nothing but the imports.
+seconds, or minutes with many optional packages: cells (`cell_processes`) are forked after it.
 """
 
 import argparse

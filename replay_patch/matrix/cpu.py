@@ -44,10 +44,8 @@ def installed() -> bool:
 
 def install(torch_compile: bool = False) -> None:
     """Make torch look to Megatron like a machine whose GPU is the CPU. A second call does nothing.
-
     `torch_compile=True` leaves the real `torch.compile`, which is Megatron's `jit_fuser`.
-    RuntimeError: an earlier call had another value, or megatron.core has bound what is replaced.
-    """
+    RuntimeError: an earlier call had another value, or megatron.core has bound what is replaced."""
     global _installed_with
     if _installed_with is not None:
         if _installed_with is not torch_compile:

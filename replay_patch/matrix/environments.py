@@ -1,8 +1,7 @@
 """Megatron-core releases on this machine: downloaded once, then used offline.
 
-`environment("0.14.0")` is a folder for PYTHONPATH that holds that release's `megatron` package.
-Nothing is installed into the running Python.
-"""
+`environment("0.14.0")` is a folder for PYTHONPATH with the `megatron` package of that release.
+Nothing is installed into the running Python."""
 
 import contextlib
 import errno
@@ -72,9 +71,7 @@ def environment(release: str, cache: str | os.PathLike[str] | None = None) -> Pa
 
     The first call downloads it with this Python's pip to `cache_dir(cache)`; later ones need no
     network. An interrupted download leaves nothing that is used; processes may race for a release.
-
-    Raises:
-        ReplayPatchError: no such release, older than 0.12, no network, no pip, or no room.
+    ReplayPatchError: no such release, older than 0.12, no network, no pip, or no room.
     """
     version = _version(release)
     root = cache_dir(cache)
@@ -180,11 +177,9 @@ def _download(version: str, target: Path) -> None:
 
 
 def _any_python_wheel() -> list[str]:
-    """pip options that take a wheel made for CPython 3.12 on Linux.
-
-    From 0.17 on they ask for Python 3.12, but 3.10 parses every release. The one compiled file is
-    for data sets and is never imported here, so that a Linux wheel does on a Mac, too.
-    """
+    """pip options that take a wheel made for CPython 3.12 on Linux. From 0.17 on they ask for 3.12,
+    but 3.10 can parse them; their only compiled file is for data sets and never imported here, so
+    that a Linux wheel does on a Mac, too."""
     machine = "aarch64" if platform.machine().lower() in ("aarch64", "arm64") else "x86_64"
     return [
         *("--ignore-requires-python", "--only-binary=:all:", "--implementation", "cp"),

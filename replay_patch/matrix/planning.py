@@ -52,7 +52,7 @@ def plan(
         releases: "all", "latest" or versions; downloaded if not in the cache.
         megatron_paths: folders that hold a `megatron` package.
         mindspeed_paths: MindSpeed checkouts, as `DIR`, `DIR=RELEASE` or `DIR=MEGATRON_DIR`.
-        cache: as `environments.cache_dir` takes it.
+        cache: the folder of `environments.cache_dir`.
         say: called with a line for each release, before a download.
     """
     words = {"all": TESTED_RELEASES, "latest": (NEWEST,)}

@@ -30,11 +30,9 @@ def init(
 ) -> None:
     """Start torch.distributed on gloo, Megatron's process groups, and Megatron's RNG tracker.
 
-    Args:
-        init_file: a path that all ranks share, not existing yet (`launch` hands one to each);
-            ValueError if several ranks have none.
-        seed: of the RNG tracker.
-        parallel: of `parallel_state.initialize_model_parallel`.
+    `init_file` is a path that all ranks share, not existing yet; `launch` hands one to each.
+    Several ranks without one are a ValueError. `seed` is that of the RNG tracker, `parallel` are
+    arguments of `parallel_state.initialize_model_parallel`.
     """
     global _made_groups
     cpu.install_once()
@@ -75,12 +73,9 @@ def launch(
 ) -> list[Any]:
     """Run `fn(rank, world, init_file, *args)` on `world` ranks; return their results, in order.
 
-    Ranks are forked, which is cheap when the caller has imported Megatron; results are pickled.
-
-    Args:
-        timeout: in seconds. When it is over, or a rank fails, all are killed: the others would
-            wait for it in gloo.
-        fresh: start new interpreters (2-3 s each) instead; `fn` and `args` must be picklable.
+    Ranks are forked, which is cheap when the caller has imported Megatron; with `fresh` they are
+    new interpreters (2-3 s each), and `fn` and `args` must be picklable, as results always. After
+    `timeout` seconds, or when a rank fails, all are killed: the others would wait for it in gloo.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the text), died or was too slow; or this

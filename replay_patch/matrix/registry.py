@@ -42,10 +42,9 @@ def check(
     ranks: int = 1,
     mindspeed: bool = False,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a function as the check `name` of `--only`; its docstring is what it proves.
-
-    It runs in a process of its own, on the CPU bed, with the plugin active and Megatron imported,
-    and may do anything to that process.
+    """Register a function as the check `name` of `--only`; its docstring is what it proves. It runs
+    on the CPU bed, with the plugin active and Megatron imported, in a process of its own, to which
+    it may do anything.
 
     Args:
         replays: it records or replays, for which the vital patches are needed.

@@ -1,7 +1,5 @@
-"""Run checks on Megatrons, one after the other or several at once, and collect the cells.
-
-An environment (a Megatron, with or without MindSpeed) is a process of `cells`, a cell another one.
-"""
+"""Run checks on Megatrons, one after the other or several at once, and collect the cells. An
+environment (a Megatron, with or without MindSpeed) is a process of `cells`, each cell another."""
 
 import collections
 import os

@@ -2,7 +2,6 @@
 
     tiny.init()                                    # gloo and Megatron's groups, one process
     model = tiny.gpt_model(tiny.moe_config())      # 2 layers, 4 experts, top 2, hidden size 16
-    ...
     tiny.shutdown()
 
 Each function installs the CPU bed if that has not been done. More ranks: `launch`.
@@ -34,8 +33,8 @@ VOCAB_SIZE, MAX_SEQUENCE_LENGTH = 64, 64
 
 # Pipeline size 2 with virtual stages has two sends and two receives between two ranks in one batch.
 # batch_p2p_comm (the default) can match them the wrong way round: wrong activations, and no error,
-# from the third microbatch on. megatron.training refuses that, megatron.core does not. With these
-# flags the sends and receives are ordered.
+# from the third microbatch on. megatron.training refuses that, megatron.core does not. These flags
+# choose the ordered path.
 VPP_P2P = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
 
@@ -194,11 +193,9 @@ def moe_groups(cls: Any) -> dict[str, Any]:
 
 
 def clear_aux_tracker() -> None:
-    """Forget what Megatron's aux losses keep in process globals; call it between two models.
-
-    The first model sizes the tracker: one with more layers (or MTP) ends in an IndexError. A
-    backward outside a schedule leaves a loss scale whose shape the next one cannot copy into.
-    """
+    """Forget what Megatron's aux losses keep in process globals; call it between two models. The
+    first one sizes the tracker: another with more layers (or MTP) ends in an IndexError. A backward
+    outside a schedule leaves a loss scale whose shape the next schedule cannot copy into."""
     _prepare()
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils

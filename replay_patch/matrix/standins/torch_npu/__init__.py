@@ -1,8 +1,7 @@
-"""Stand-in for Ascend's torch_npu, for machines without an NPU.
+"""Stand-in for Ascend's torch_npu, with only what MindSpeed touches while imported and applied.
 
-While it imports torch, it keeps it from loading plugins, itself among them: a script that imports
-torch_npu first never gets to any `torch.backends` entry point. Otherwise it has only the names that
-MindSpeed touches while it is imported and applied.
+Only while it imports torch, it keeps that from loading plugins, itself among them: a script that
+imports torch_npu first never gets to any `torch.backends` entry point.
 """
 
 import os
