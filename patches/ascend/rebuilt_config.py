@@ -52,11 +52,8 @@ _completed: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def _is_rebuilt(cls: Any) -> bool:
-    """Whether it is a class that MindSpeed made for one object: a dataclass named as its only base,
-    which no module has, and all of whose own fields are no arguments.
-
-    A trainer's subclass may have the name of its base (Megatron-Bridge's has).
-    """
+    """Whether MindSpeed made this class for one object: a dataclass named as its only base (as a
+    trainer's may be; Megatron-Bridge's is), in no module, and without an argument of its own."""
     if cls in _completed:
         return True
     own = vars(cls).get("__dataclass_fields__")
@@ -75,7 +72,7 @@ def _base(cls: Any) -> Any:
 
 
 def _added(cls: Any) -> list[Any]:
-    """The fields that a rebuilt class has more than its base."""
+    """The fields of a rebuilt class that its base has not."""
     known = _base(cls).__dataclass_fields__
     return [field for field in dataclasses.fields(cls) if field.name not in known]
 

@@ -26,7 +26,7 @@ def _apply(transaction: Transaction) -> None:
 
 
 def _forget_ours(manager: Any) -> None:
-    """What MindSpeed found in a place when it came, and puts there again, may be ours."""
+    """Where MindSpeed's note of an original is a function of ours, let it be what that wraps."""
     for patch in manager.patches_info.values():
         function: Any = getattr(patch, "orig_func", None)
         while module_of(function).startswith("replay_patch.") and hasattr(function, "__wrapped__"):
@@ -45,7 +45,7 @@ def _apply_patches_then_ours(original: Callable[..., Any]) -> Callable[..., Any]
 
 def _remove_patches_under_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_patches(*args: Any, **kwargs: Any) -> Any:
-        # It gives back the original only where its own function is what stands there.
+        # It restores an original only where its own function is on top.
         patches = probe.find(_MANAGER).patches_info.values()
         activation.uncover([p.final_patch_func for p in patches if p.is_applied])
         try:

@@ -10,11 +10,7 @@ _ROUTER = f"{_MODULE}:TopKRouter"
 
 
 def get_aux_loss_coeff(self: Any, aux_loss_type: str) -> float:
-    """The coefficient of one auxiliary loss of this router; 0.0 if it is not used.
-
-    Args:
-        aux_loss_type: "aux_loss", "seq_aux_loss" or "global_aux_loss".
-    """
+    """The coefficient of "aux_loss", "seq_aux_loss" or "global_aux_loss"; 0.0 if it is not used."""
     kinds = self.routing_type
     coefficients = self.config.moe_aux_loss_coeff
     if not isinstance(kinds, (list, tuple)):

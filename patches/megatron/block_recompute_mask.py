@@ -23,7 +23,7 @@ def _needed() -> tuple[bool, str]:
 
 
 class _BlockConfig:
-    """Everything else is off; MindSpeed's function asks for more than Megatron's."""
+    """Every other field is None; MindSpeed's function reads more of them than Megatron's."""
 
     recompute_method, recompute_num_layers = "block", 0
 
@@ -32,7 +32,7 @@ class _BlockConfig:
 
 
 def _layer_gets_mask(function: Any) -> bool:
-    """Whether a layer of a block, none of whose layers is recomputed, gets the block's mask."""
+    """Whether a block hands its mask to a layer that is not recomputed."""
     import torch
 
     masks: list[Any] = []
@@ -59,7 +59,7 @@ def _apply(transaction: Transaction) -> None:
 
 
 class _MaskedLayer(Instead):
-    """A layer that has the block's mask where it is called with none."""
+    """A layer that, called without a mask, takes the block's."""
 
     def __call__(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
         mask = self.mask if padding_mask is None else padding_mask

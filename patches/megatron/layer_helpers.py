@@ -32,10 +32,8 @@ def _needed() -> tuple[bool, str]:
 
 
 def _asks_layout_of_other_stages() -> bool:
-    """Whether a layout with 1 and 2 layers on its stages is asked about the stage in question.
-
-    MindSpeed's wrapper, whatever it is around, asks the layout about its own stage.
-    """
+    """Whether a pipeline layout is asked about the stage in question; MindSpeed's wrapper, whatever
+    is below it, asks about the stage of its process."""
 
     class Layout:
         def get_num_layers_to_build(self, pp_rank: int = -1, **others: Any) -> int:
@@ -67,11 +65,8 @@ def _apply(transaction: Transaction) -> None:
 
 
 def _counts_by_list() -> bool:
-    """Whether the layers of a stage are counted by MindSpeed's list of lists, [pp][vp].
-
-    Its unaligned pipeline replaces that helper, and leaves the offsets to the one that knows no
-    list: two stages then have layers with the same numbers.
-    """
+    """Whether MindSpeed's list of lists, [pp][vp], says how many layers a stage has. Its unaligned
+    pipeline replaces this helper and not the one of the offsets: layer numbers then overlap."""
     count = probe.find(f"{_BLOCK}:get_num_layers_to_build")
     fields = {
         "num_layers": 4,
@@ -84,7 +79,7 @@ def _counts_by_list() -> bool:
 
 
 def _overlaps(original: Callable[..., int]) -> bool:
-    """Whether it puts rank 1 of 3 where rank 0 is, with 3, 3 and 1 layers in each virtual stage."""
+    """Whether ranks 0 and 1 of 3 begin at one layer, with 3, 3 and 1 layers per virtual stage."""
     fields = {
         "num_layers": 14,
         "pipeline_model_parallel_size": 3,
@@ -95,7 +90,7 @@ def _overlaps(original: Callable[..., int]) -> bool:
 
 
 def _answer(original: Callable[..., int], fields: dict[str, Any], **stage: int) -> int | None:
-    """What a helper says of a stage, by a config of these fields; None if it wants more of it."""
+    """A helper's answer for a stage and a config of these fields; None if it needs other ones."""
     config = types.SimpleNamespace(
         num_layers_in_first_pipeline_stage=None,
         account_for_embedding_in_pipeline_split=False,
@@ -114,7 +109,7 @@ def _helper_for_any_stage(
 ) -> Callable[..., int]:
     signature = inspect.signature(original)
     takes = frozenset(signature.parameters)
-    by_config = "vp_stage" in takes  # whether there are virtual stages; before 0.13 by global state
+    by_config = "vp_stage" in takes  # before 0.13 global state says if there are virtual stages
 
     @functools.wraps(original, updated=())
     def helper(
@@ -149,8 +144,8 @@ def _helper_for_any_stage(
 
 
 def _left_out(config: Any, by_config: bool, stage: Any = None) -> int:
-    """What the offset lacks in 0.12 and 0.13 if, with virtual stages, only the last rank's layers
-    are given: they take one rank off, as if the first rank had a count of its own, too."""
+    """What the offsets of 0.12 and 0.13 lack with virtual stages, if only the last rank has a count
+    of its own: they leave out the layers of one more rank, as if the first had one, too."""
     from megatron.core import parallel_state
 
     state = parallel_state if stage is None else stage
@@ -226,7 +221,7 @@ class _Stage:
 
 
 def _config_for(config: Any, stage: _Stage) -> Any:
-    """The config, with a pipeline layout that answers for the stage, too."""
+    """The config; a pipeline layout in it answers for the stage."""
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if not layout:
         return config

@@ -41,8 +41,8 @@ def _masked_checkpointed_forward(original: Callable[..., Any]) -> Callable[..., 
     ) -> Any:
         if padding_mask is None:
             return original(self, *args, **kwargs)
-        # In its place in the checkpoint's closure, which the recompute calls again: nothing more
-        # goes through the checkpoint itself, which can keep tensors only.
+        # In the checkpoint's closure, which the recompute calls again: the checkpoint itself keeps
+        # only tensors, and gets no more than before.
         inner = functools.partial(getattr(self, _INNER), padding_mask=padding_mask)
         return original(Instead(self, **{_INNER: inner}), *args, **kwargs)
 

@@ -36,7 +36,7 @@ def _apply(transaction: Transaction) -> None:
 
 
 def _wrappers(router_replay: Any) -> dict[str, Callable[[Any], Any]]:
-    """Method name -> from the installed method to the one that checks first."""
+    """Method name -> what makes, of the installed method, one that checks first."""
     from replay_patch.replay import selection
 
     def checked(check: Callable[..., None]) -> Callable[[Any], Any]:

@@ -57,9 +57,6 @@ def _gives_map(compute: Any) -> bool:
     return isinstance(compute(router, torch.zeros(1, 2)), tuple)
 
 
-# --- a mask goes in -----------------------------------------------------------------------------
-
-
 # GPTModel's signature stays: sessions and trainers ask it whether to hand over a mask, and on these
 # releases a model around it may not take one. A mask that is given is taken all the same.
 
@@ -131,7 +128,7 @@ def _wrapped_router_forward(original: Callable[..., Any]) -> Any:
             return original(self, input, **kwargs)
         return masked(self, input, padding_mask, kwargs)
 
-    # By position, too: so the layers of 0.16 and later call it. Other code may have wrapped it.
+    # By position, too, as layers of 0.16 and later call it, unless other code has wrapped it.
     of_original = inspect.signature(original).parameters.values()
     kinds = {p.kind for p in of_original}
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -145,17 +142,9 @@ def _wrapped_router_forward(original: Callable[..., Any]) -> Any:
     return forward
 
 
-# --- what counts it -----------------------------------------------------------------------------
-# `rows.real` is bool [R, 1].
-
-
 def _masked(method_with_mask: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """From what a router does in a call with a mask to its wrapper. Else it is the original.
-
-    Args:
-        method_with_mask: of (rows, original, router, and the arguments of the original), of which
-            the first has R rows.
-    """
+    """A wrapper for a router's method: calls with a mask run `method_with_mask(rows, original,
+    router, *arguments)`. The first argument has R rows, and `rows.real` is bool [R, 1]."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         from replay_patch.replay import padding_rows
@@ -270,7 +259,7 @@ def _load_balancing_of_0_12(rows: Any, original: Any, router: Any, logits: Any) 
 
 
 def _scaled_by_tokens(router: Any, original: Any, rows: Any) -> dict[str, Any]:
-    """With a loss per token the release multiplies by all rows; it has to be by the real ones."""
+    """With a loss per token the release multiplies by the number of all rows, not of real ones."""
     if not router.calculate_per_token_loss:
         return {}
     scaler = _names(original)["MoEAuxLossAutoScaler"]

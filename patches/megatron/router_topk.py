@@ -111,15 +111,14 @@ def _wrapped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class _Call:
-    """One call of the top-k function: what is asked for the experts, and whether it has been."""
+    """One call of the top-k function: who chooses the experts, and whether it has done so."""
 
     replay: "ReplayObject"
     answered: bool = False
 
 
 def _with_selection(original: Any, call_at_work: "PerThread[_Call]") -> Callable[..., Any]:
-    """`original` with the first `torch.topk` or `group_limited_topk` of a call answered by the
-    replay object of the call."""
+    """`original`, where a call's replay object answers its first `topk` or `group_limited_topk`."""
     names = inspect.unwrap(original).__globals__
     torch, group_limited_topk = names["torch"], names["group_limited_topk"]
 

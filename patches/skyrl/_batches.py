@@ -38,20 +38,17 @@ def microbatch(
     """(one Routes per sequence, the TokenLayout) of a microbatch.
 
     SkyRL fills with zeros what has no route: padding, the tokens after a captured prefix, an EOS
-    that it has added, observations, samples it has made up. In the batch that is expert 0, K times
-    over in every layer, which no router chooses. (With top-1 a router can: then a token that has
-    expert 0 in all layers of the model counts as one without a route.)
+    that it has added, observations, samples it has made up. Expert 0, K times over in every layer,
+    is what no router chooses. (With top-1 one can: such a token counts as one without a route.)
 
     Args:
         ids: int [B, S, L, K]; None: nothing was captured.
         attention_mask: [B, S], of the real tokens.
-        config: of the model.
         packed: whether SkyRL packs the sequences of a microbatch into one row.
         layers: the MoE layers that are asked for.
-        sub_seq_lengths: for each row the sequences in it, if several are in one.
+        sub_seq_lengths: of the sequences in each row, if a row holds several.
 
-    Raises:
-        RouteError: routes that do not fit the tokens, the layers or the experts.
+    RouteError: the routes do not fit the tokens, the layers or the experts.
     """
     import torch
 
@@ -90,7 +87,7 @@ def microbatch(
 
 
 def _axis(size: int, config: Any, moe: tuple[int, ...]) -> Sequence[int]:
-    """The layer number of each place on a layer axis of this size."""
+    """The layer numbers along a layer axis of this size."""
     if size == config.num_layers:
         return range(1, size + 1)
     if size == len(moe):
@@ -144,10 +141,8 @@ def _tokens(
 
 
 def refuse_missing(routes: Any, loss_masks: Any) -> None:
-    """Raise RouteError if a sample that is trained on has no routes; None: replay is off.
-
-    A sample that failed in the rollout, which SkyRL masks out as a whole, may lack them.
-    """
+    """Raise RouteError if a sample that is trained on has no routes; None: replay is off. Samples
+    that failed in the rollout, which SkyRL masks out as a whole, may lack them."""
     if routes is None:
         return
     missing = [

@@ -68,8 +68,7 @@ def _replaying_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
             return before_forward
 
-        # SkyRL's own steps then leave the routers alone, and with virtual stages no chunk takes
-        # the routes away from the next.
+        # So SkyRL's own steps leave the routers alone, and no chunk takes the next one's routes.
         without_routes = [{**batch, FIELD: None} for batch in micro_batches]
         with replaying(self.actor_module, overlap_every=0) as session:  # nobody reads it
             hooks = [

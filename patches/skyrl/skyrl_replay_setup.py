@@ -38,20 +38,14 @@ def _takes_routers_by_position() -> bool:
     return any("global_router_replay_instances" in probe.names_used(each) for each in functions)
 
 
-# --- what SkyRL calls ---------------------------------------------------------------------------
-
-
 def _set_up_forward(
     rollout_expert_indices: Any,
     attention_mask: Any,
     model_config: Any,
     remove_microbatch_padding: bool = False,
 ) -> None:
-    """Let the routers of this stage replay one microbatch, until the next call.
-
-    SkyRL's own schedules do not come here (skyrl_replay_schedule): it is for code that drives
-    models by itself.
-    """
+    """Let the routers of this stage replay one microbatch, until the next call. It is for code that
+    drives models by itself: SkyRL's own schedules do not call it (skyrl_replay_schedule)."""
     from replay_patch.megatron.layer_placement import moe_layers
     from replay_patch.megatron.local_layers import local_layers
     from replay_patch.megatron.parallel_ranks import ParallelRanks

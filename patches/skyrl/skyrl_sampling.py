@@ -38,7 +38,7 @@ def _replace_with_routes(original: Callable[..., Any]) -> Callable[..., Any]:
     def handle_replace_sampling(generator_output: Any, *args: Any, **kwargs: Any) -> Any:
         if generator_output.get(FIELD) is None:
             return original(generator_output, *args, **kwargs)
-        # It moves a sample's stop reason with the sample: here, the number of the sample.
+        # It moves stop reasons with their samples: so it gets the samples' numbers instead of them.
         reasons, routes = generator_output["stop_reasons"], generator_output[FIELD]
         generator_output["stop_reasons"] = taken = list(range(len(routes)))
         try:

@@ -51,7 +51,7 @@ def max_tokens_patch(
 
 
 def _needed(servers: tuple[str, ...]) -> tuple[bool, str]:
-    """Whether a server asks for more than it may, or for nothing."""
+    """Whether a server requests more tokens than it may, or none."""
     owners = _owners(servers)
     for owner in owners:
         short, full = (_requested(vars(owner)["generate"], prompt) for prompt in (1, 12))
@@ -101,11 +101,9 @@ def _owners(servers: tuple[str, ...]) -> list[Any]:
 
 
 def _requested(generate: Any, prompt: int) -> Any:
-    """How many tokens are requested after a prompt of so many, where a prompt may have 4 and a
-    response 8. None: it needs more of a server to get there.
-
-    The method is run up to its request, with a function in the place of the request's class.
-    """
+    """How many tokens `generate` requests after a prompt of so many, where a prompt may have 4 and
+    a response 8; None: it needs more of a server. It runs only up to its request: the class of
+    that is replaced by a function."""
     requested: list[Any] = []
 
     class Stop(Exception):

@@ -14,10 +14,8 @@ from replay_patch.errors import RouteError
 from replay_patch.patching import probe
 from replay_patch.patching.rebinding import Instead, with_globals
 
-# --- the routers of a pass ----------------------------------------------------------------------
-
 replay_objects: ContextVar[list[Any] | None] = ContextVar("replay objects of a model", default=None)
-"""Those of the model whose pass is running; None outside of passes."""
+"""The replay objects of the model whose pass is running; None outside of passes."""
 
 
 @contextlib.contextmanager
@@ -34,9 +32,6 @@ def routers_of(model_chunks: Sequence[Any]) -> Iterator[None]:
         replay_objects.reset(token)
 
 
-# --- what a pass leaves behind ------------------------------------------------------------------
-
-
 def clears_in_finally(target: str) -> bool:
     """Whether a pass clears actions and recordings of all routers however it ends."""
     tries = [n for n in ast.walk(ast.parse(probe.source(target))) if isinstance(n, ast.Try)]
@@ -45,7 +40,7 @@ def clears_in_finally(target: str) -> bool:
 
 @contextlib.contextmanager
 def cleared_after_error(owner: Any) -> Iterator[None]:
-    """After an exception: no action, target or recorded microbatch that a later pass would take."""
+    """After an exception, drop actions, targets and recordings, which a later pass would take."""
     try:
         yield
     except BaseException:
@@ -56,9 +51,6 @@ def cleared_after_error(owner: Any) -> Iterator[None]:
         if hasattr(owner, "mini_layer_topk_idx_list"):
             owner.mini_layer_topk_idx_list = []
         raise
-
-
-# --- what a pass cannot do ----------------------------------------------------------------------
 
 
 def refuse_padded(setting: str) -> None:
@@ -72,7 +64,7 @@ def refuse_padded(setting: str) -> None:
 
 
 def warn_of_one_expert(config: Any, mode: str) -> None:
-    """Say once what cannot be seen in the ids."""
+    """Warn once that with one expert per token zeros may be a route or none."""
     if mode == "R3" and config.moe_router_topk == 1:
         refusals.warn_once(
             "verl, R3 with one expert per token: a rollout without this plugin fills rows that it "
@@ -81,23 +73,15 @@ def warn_of_one_expert(config: Any, mode: str) -> None:
         )
 
 
-# --- ids above 255 ------------------------------------------------------------------------------
-
-
 def casts_to_uint8(function: Any) -> bool:
-    """Whether it narrows ids; from 0.9 on verl only views int16 as bytes.
-
-    Read and not called: recorded ids are gathered over process groups in between.
-    """
+    """Whether it narrows ids; from 0.9 on verl only views int16 as bytes. Read and not called: it
+    gathers recorded ids over process groups, too."""
     return ".to(torch.uint8)" in probe.source(function)
 
 
 def wide_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that casts recorded ids to uint8, with a wider type where experts need it.
-
-    int32, which every release's collectives take; the first argument that has a `tf_config`, or is
-    one, says how many experts there are.
-    """
+    """A function that casts recorded ids to uint8: with over 256 experts to int32 instead, which
+    every release's collectives take. An argument that is or has a `tf_config` says how many."""
     if not casts_to_uint8(original):
         return original
     import torch

@@ -36,7 +36,7 @@ def _apply(transaction: Transaction) -> None:
 
 
 def _packing_by_row_number(original: Callable[..., Any], taken: int) -> Callable[..., Any]:
-    """Packs the numbers of rows instead of rows that are no single number."""
+    """Where a row is more than one number, pack row numbers, and look the rows up by them."""
     import torch
 
     def preprocess_thd_no_padding(sequences: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def _results_taken() -> int:
 
 
 def _without_process_groups(pack: Callable[..., Any]) -> Callable[..., Any]:
-    """The packing function where there are no process groups."""
+    """The packing function as it is on one rank, without process groups."""
     ranks = types.SimpleNamespace(
         get_tensor_model_parallel_world_size=lambda: 1,
         get_context_parallel_world_size=lambda: 1,

@@ -97,7 +97,7 @@ def _generate_noting_routes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _postprocess_with_routes(postprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """Of one worker. It does nothing once the plugin is deactivated: there is no trajectory."""
+    """A worker's method; without a trajectory, as after deactivation, it is as before."""
     from replay_patch.routes.trajectory import current
 
     async def _agent_loop_postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,8 +136,7 @@ def _routes(trajectory: Any, output: Any) -> Any:
 
 
 def _routes_of_loop(name: str, rows: Any, tokens: list[int], sampled: list[int]) -> Any:
-    """The routes that a loop itself hands on, without verl's client. Only their number tells that
-    they are of the whole sequence."""
+    """Routes that a loop got without verl's client; only their number tells if some are missing."""
     from replay_patch.routes.trajectory import Trajectory
 
     least = sampled[-1] if sampled else 0

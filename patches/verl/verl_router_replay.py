@@ -33,9 +33,8 @@ def _apply(transaction: Transaction) -> None:
 
 
 def _replaced_router_replay_patch() -> None:
-    """What verl does to Megatron here is done already, without replacing its routing. The list of
-    routers is not cleared: that would cut off the routers of a model built before, and an entry
-    leaves it with its router."""
+    """verl's changes to Megatron are made already, and leave its routing in place. The list of
+    routers keeps those of a model built before; an entry leaves it with its router."""
     activation.require_replay("verl's apply_router_replay_patch()")
 
 
@@ -52,11 +51,8 @@ def _masked_set_target_indices(original: Callable[..., None]) -> Callable[..., N
 
 
 def _captured(ids: Any, mask: Any) -> Any:
-    """bool [tokens], False: the router's own pick. None: all are to be replayed.
-
-    `mask` is verl 0.9's; rows with -1 are tokens that the rollout has no route for. What is on a
-    device is not waited for.
-    """
+    """bool [tokens], False: the router's own pick; None: all are to be replayed. `mask` is verl
+    0.9's; rows with -1 are tokens without a route. What is on a device is not waited for."""
     fits = mask is None or getattr(mask, "shape", None) == getattr(ids, "shape", ())[:1]
     if getattr(ids, "ndim", 0) != 2 or not fits:
         return mask  # for the check to refuse

@@ -4,6 +4,5 @@ Megatron without a GPU: `cpu` and `ascend_bed` make it importable, `tiny` and `a
 models, `ranks` its processes. `replay-patch matrix`: `planning` and `environments` fetch what is
 asked for, `runner` starts a process of `cells` for each, which forks `cell_processes` for the
 `checks`, and `report` shows what they say. `fingerprints_on_bed` compares with tested releases.
-
-Nothing here is imported by the plugin itself, and importing it changes nothing.
+The plugin itself imports nothing of it, and importing it changes nothing.
 """

@@ -4,9 +4,9 @@
     cpu.install()
     ascend_bed.adapt()            # before the first import of megatron.core
 
-torch_npu, torchair, acl and MegatronAdaptor are stand-ins (`replay_patch/matrix/standins/`, put on
-the path by whoever starts the process); MindSpeed and Megatron are the real ones. The kernels are
-not there: a model needs `tiny.gpt_model`, which uses a plain attention with MindSpeed.
+MindSpeed and Megatron are the real ones; torch_npu, torchair, acl and MegatronAdaptor are stand-ins
+(`replay_patch/matrix/standins/`, put on the path by whoever starts the process). There are no
+kernels: build models with `tiny.gpt_model`, which gives them a plain attention.
 """
 
 import importlib
@@ -19,15 +19,11 @@ from replay_patch.megatron import no_triton
 __all__ = ["adapt", "mindspeed_args", "repatch"]
 
 _ARGUMENTS = {"transformer_impl": "local"}
-"""What a training script's arguments would say, where MindSpeed has no default of its own."""
+"""The arguments of a training script for which MindSpeed has no default."""
 
 
 def adapt() -> Any:
-    """Import MindSpeed, which rewrites Megatron; returns its package.
-
-    Raises:
-        ImportError and whatever MindSpeed raises.
-    """
+    """Import MindSpeed, which rewrites Megatron; returns its package, raises whatever it raises."""
     sys.argv = sys.argv[:1]  # every option in it becomes a field of every config
     no_triton.provide("mindspeed.")
     if not hasattr(typing, "override"):  # before Python 3.12, which core 0.17 and later are for

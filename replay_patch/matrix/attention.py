@@ -23,19 +23,9 @@ def with_torch_attention(spec: Any) -> Any:
 
 
 def cp_positions(lengths: list[int], cp_size: int, cp_rank: int) -> tuple[Any, Any]:
-    """Which tokens a context-parallel rank holds, in Megatron's zigzag order.
-
-    Args:
-        lengths: one int per (packed) sequence, each a multiple of `2 * cp_size`.
-        cp_size: context-parallel ranks.
-        cp_rank: the one asked about.
-
-    Returns:
-        (index of the sequence, position in it), both int64 [tokens of this rank].
-
-    Raises:
-        ValueError: a length that the zigzag cannot split.
-    """
+    """The tokens of a context-parallel rank in Megatron's zigzag order, as (index of the sequence,
+    position in it), both int64 [tokens of this rank]. With several ranks, the length of each
+    (packed) sequence must be a multiple of `2 * cp_size`, else ValueError."""
     sequences: list[int] = []
     positions: list[int] = []
     for index, length in enumerate(lengths):

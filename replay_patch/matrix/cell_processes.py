@@ -1,7 +1,4 @@
-"""Each check in a process of its own, forked from this one: some at once, none for too long.
-
-What is told of a check that fails, hangs or dies is made here, too.
-"""
+"""Run each check in a forked process, for a limited time, and tell why it failed, hung or died."""
 
 import contextlib
 import faulthandler
@@ -27,19 +24,19 @@ _TRACE_SECONDS = 0.2
 _POLL_SECONDS = 0.01
 _LINES_SHOWN = 12
 _FRAMES_SHOWN = 6  # of each process
-# In what `ranks.launch` raises: the end of a rank's traceback, which says what went wrong there.
+# The last line of a rank's traceback, within the text of the error that `ranks.launch` raises.
 _RANK_FAILED = re.compile(r"^[\w.]*(?:Error|NotActive)\b.*", re.M)
 
 
 @dataclass
 class _Cell:
-    """A check that runs."""
+    """A running check."""
 
     check: Check
     process: int
     started: float
     folder: Path
-    """For all that it writes: its log, its result, where it hangs."""
+    """Of what it writes: its log, its result, where it hangs."""
 
 
 def run_all(
@@ -148,9 +145,6 @@ def _outcome(cell: _Cell, ended: int | None, timeout: float) -> dict[str, Any]:
     }
 
 
-# --- what is told of a check that fails, hangs or dies, in a few lines --------------------------
-
-
 def described(error: BaseException) -> str:
     """Its text, and where it was raised: the last place in a check, and the very last one."""
     if on_ranks := dict.fromkeys(_RANK_FAILED.findall(str(error))):
@@ -167,7 +161,7 @@ def described(error: BaseException) -> str:
 
 
 def _innermost_frames(folder: Path) -> str:
-    """Where the check and its ranks are: what each has written into a `.trace` file there."""
+    """Where the check and its ranks are, from the `.trace` file that each of them has written."""
     out = []
     for trace in sorted(folder.rglob("*.trace")):
         text = trace.read_text(errors="replace").splitlines()
@@ -177,7 +171,7 @@ def _innermost_frames(folder: Path) -> str:
 
 
 def _last_lines(path: Path) -> str:
-    """Of a file, if there is one."""
+    """The end of a file; "" if there is none."""
     text = path.read_text(errors="replace") if path.exists() else ""
     return "\n".join(text.strip().splitlines()[-_LINES_SHOWN:])
 

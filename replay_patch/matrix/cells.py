@@ -2,9 +2,8 @@
 
     python -m replay_patch.matrix.cells --checks record,replay [--mindspeed] [--timeout 60]
 
-The first line on stdout says what was imported, every other one is a finished cell, each as JSON.
-Megatron takes seconds to import (and minutes where its optional packages are many), so the process
-of a cell (`cell_processes`) is forked from this one, which has done nothing but the imports.
+Lines of JSON on stdout: first what was imported, then each finished cell. Importing Megatron takes
+seconds, or minutes with many optional packages: cells (`cell_processes`) are forked after it.
 """
 
 import argparse

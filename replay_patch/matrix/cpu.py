@@ -5,25 +5,24 @@
     import megatron.core
     cpu.patch_megatron()   # after it
 
-(or let `replay_patch.matrix.tiny` do all of it). Router, dispatchers, experts, attention,
-schedules, p2p, recompute, RNG tracker, DDP and optimizers stay the release's own code, and parallel
-runs on gloo reproduce the one-process model. What is replaced is torch as Megatron sees it:
+`replay_patch.matrix.tiny` does all of it. Router, dispatchers, experts, attention, schedules, p2p,
+recompute, RNG tracker, DDP and optimizers stay the release's own code, and parallel runs on gloo
+reproduce the one-process model. What is replaced is torch as Megatron sees it:
 
-1. "cuda" as a device means the CPU. Megatron writes `device='cuda'`, `tensor.cuda()` and
-   `device=torch.cuda.current_device()` in schedules, mappings, p2p buffers, masks, trackers.
+1. "cuda" as a device means the CPU: Megatron has `device='cuda'`, `tensor.cuda()` and
+   `torch.cuda.current_device()` in schedules, mappings, p2p buffers, masks, trackers.
 2. The CUDA random generator is the CPU's, so the RNG tracker and recompute work unchanged.
 3. Streams and events do nothing: on a CPU the work is done when the call returns.
 4. `torch.compile` returns the function as it is (importing its compiler costs 1-2 s a process).
 5. gloo's `all_to_all_single` takes tensors as split sizes.
 6. triton is a stub for the two modules that import it without a guard (`no_triton`).
 
-Importing this module does nothing and loads no torch. `install` cannot be undone, because
-Megatron keeps some of these names: use a process that does nothing else.
+Importing this module does nothing and loads no torch. `install` cannot be undone, as Megatron keeps
+some of these names: use a process that does nothing else.
 
 Two traps. Pipeline size 2 with virtual stages and the default p2p flags *finishes with wrong
-numbers*: use `tiny.VPP_P2P`, which `tiny.model_chunks` insists on. And ranks forked from a
-process that ever made Megatron's process groups hang or crash, even after the groups are destroyed:
-`ranks.launch` refuses.
+numbers*: `tiny.model_chunks` insists on `tiny.VPP_P2P`. Ranks forked from a process that ever made
+Megatron's process groups, destroyed or not, hang or crash: `ranks.launch` refuses.
 """
 
 import functools
@@ -45,14 +44,8 @@ def installed() -> bool:
 
 def install(torch_compile: bool = False) -> None:
     """Make torch look to Megatron like a machine whose GPU is the CPU. A second call does nothing.
-
-    Args:
-        torch_compile: True leaves the real `torch.compile`, which Megatron's `jit_fuser` is.
-
-    Raises:
-        RuntimeError: megatron.core is already imported and has bound what would be replaced, or
-            an earlier call said otherwise about `torch_compile`.
-    """
+    `torch_compile=True` leaves the real `torch.compile`, which is Megatron's `jit_fuser`.
+    RuntimeError: an earlier call had another value, or megatron.core has bound what is replaced."""
     global _installed_with
     if _installed_with is not None:
         if _installed_with is not torch_compile:
@@ -79,16 +72,14 @@ def install(torch_compile: bool = False) -> None:
 
 
 def install_once() -> None:
-    """`install` with its defaults, unless it has been done, whatever way."""
+    """`install`, unless that has been called, with whatever arguments."""
     if not installed():
         install()
 
 
 def patch_megatron() -> None:
-    """Repair what a Megatron without Transformer Engine and apex cannot do on any device.
-
-    Call it after `import megatron.core`; a second call does nothing.
-    """
+    """Repair what Megatron cannot do without Transformer Engine and apex, on any device.
+    Call it after `import megatron.core`; a second call does nothing."""
     from megatron.core.transformer import multi_latent_attention, torch_norm
     from megatron.core.transformer.moe import moe_utils
 
@@ -101,9 +92,8 @@ def patch_megatron() -> None:
     if not isinstance(getattr(multi_latent_attention, "TELinear", object), type):
         multi_latent_attention.TELinear = type("TELinear", (), {})
 
-    # WrappedTorchNorm refuses sequence_parallel, since nothing would mark its weight for the
-    # all-reduce of finalize_model_grads: mark it. Other modules hold the class by value, so its
-    # `__new__` is what changes.
+    # WrappedTorchNorm refuses sequence_parallel, since nothing marks its weight for the all-reduce
+    # of finalize_model_grads: mark it, in `__new__`, as other modules hold the class by value.
     norm = torch_norm.WrappedTorchNorm
     if getattr(norm.__new__, "__module__", None) != __name__:
         norm.__new__ = staticmethod(_norm_for_sequence_parallel(norm.__new__))
@@ -125,9 +115,8 @@ def _norm_for_sequence_parallel(new: Callable[..., Any]) -> Callable[..., Any]:
 
 # -------------------------------------------------------------------------------------- 1. devices
 
-# Reached in the releases above: ones, zeros, tensor. The others so that a sibling call in the next
-# release does not fail. Plain wrappers: a TorchFunctionMode is per thread, and would sit on top of
-# the modes of the code under test.
+# The releases above call the first three, the next one may call the others. Plain wrappers, since a
+# TorchFunctionMode is per thread, and would sit on top of the modes of the code under test.
 _FACTORIES = ("ones", "zeros", "tensor", "empty", "full", "arange")
 
 

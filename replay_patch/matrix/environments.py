@@ -1,8 +1,7 @@
 """Megatron-core releases on this machine: downloaded once, then used offline.
 
-`environment("0.14.0")` is a folder for PYTHONPATH that holds that release's `megatron` package.
-Nothing is installed into the running Python.
-"""
+`environment("0.14.0")` is a folder for PYTHONPATH with the `megatron` package of that release.
+Nothing is installed into the running Python."""
 
 import contextlib
 import errno
@@ -59,11 +58,8 @@ _DISK_FULL = re.compile(r"No space left on device|Errno 28|Disk quota exceeded")
 
 
 def cache_dir(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where releases are kept.
-
-    Args:
-        folder: this one; else REPLAY_PATCH_CACHE, else `replay-patch` in the platform's cache.
-    """
+    """Where releases are kept: in `folder`, else in REPLAY_PATCH_CACHE, else in `replay-patch` in
+    the platform's cache."""
     chosen = folder or os.environ.get("REPLAY_PATCH_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -71,17 +67,11 @@ def cache_dir(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def environment(release: str, cache: str | os.PathLike[str] | None = None) -> Path:
-    """The folder to put on PYTHONPATH for a Megatron-core release.
+    """The folder to put on PYTHONPATH for a Megatron-core version, or for "latest", our `NEWEST`.
 
-    The first call downloads it with this Python's pip; later calls need no network. An interrupted
-    download leaves nothing that is used, and processes that race for one release all succeed.
-
-    Args:
-        release: a version; "latest" is `NEWEST`.
-        cache: as `cache_dir` takes it.
-
-    Raises:
-        ReplayPatchError: no such release, older than 0.12, no network, no pip, or no room.
+    The first call downloads it with this Python's pip to `cache_dir(cache)`; later ones need no
+    network. An interrupted download leaves nothing that is used; processes may race for a release.
+    ReplayPatchError: no such release, older than 0.12, no network, no pip, or no room.
     """
     version = _version(release)
     root = cache_dir(cache)
@@ -108,11 +98,7 @@ def environment(release: str, cache: str | os.PathLike[str] | None = None) -> Pa
 
 
 def checkout(folder: str | os.PathLike[str]) -> Path:
-    """The absolute path of a folder that holds a `megatron` package.
-
-    Raises:
-        ReplayPatchError: it holds none.
-    """
+    """The absolute path of a folder; ReplayPatchError unless it holds a `megatron` package."""
     path = Path(folder).expanduser().absolute()
     if not (path / "megatron" / "core").is_dir():
         raise ReplayPatchError(
@@ -170,9 +156,6 @@ def _remove_stale(root: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-# --------------------------------------------------------------------------------------------- pip
-
-
 def _download(version: str, target: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ReplayPatchError(
@@ -194,12 +177,9 @@ def _download(version: str, target: Path) -> None:
 
 
 def _any_python_wheel() -> list[str]:
-    """pip options that take a wheel made for CPython 3.12 on Linux.
-
-    From 0.17 on the wheels say "Python 3.12 or later", but no release has code that 3.10 cannot
-    parse. Their one compiled file is for data sets and is never imported here, which is also why
-    a Linux wheel does on a Mac.
-    """
+    """pip options that take a wheel made for CPython 3.12 on Linux. From 0.17 on they ask for 3.12,
+    but 3.10 can parse them; their only compiled file is for data sets and never imported here, so
+    that a Linux wheel does on a Mac, too."""
     machine = "aarch64" if platform.machine().lower() in ("aarch64", "arm64") else "x86_64"
     return [
         *("--ignore-requires-python", "--only-binary=:all:", "--implementation", "cp"),
@@ -223,9 +203,6 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-# ------------------------------------------------------------------------------------------ errors
 
 
 def _unknown(release: str, why: str) -> ReplayPatchError:

@@ -51,7 +51,7 @@ def _known_text() -> str:
 
 
 def main() -> None:
-    """The fingerprints here, on stdout, or with --write those of the tested releases, to a file."""
+    """Print the fingerprints here, or with --write store those of the tested releases."""
     parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}")
     parser.add_argument("--write", action="store_true", help=f"make {KNOWN.name} anew")
     if parser.parse_args().write:

@@ -22,13 +22,13 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Environment:
-    """One Megatron to check. Without a path it is the one installed here."""
+    """One Megatron to check; without a path, the one installed here."""
 
     megatron: str
     """How it was asked for: a release, a folder, or "installed"; later the version it reports."""
     path: Path | None = None
     mindspeed: str | None = None
-    """Likewise; None: without MindSpeed."""
+    """The name of its folder; or "installed", later its version. None: without MindSpeed."""
     mindspeed_path: Path | None = None
     problem: str = ""
     """Why it cannot be had; its cells are errors."""
@@ -46,18 +46,14 @@ def plan(
     cache: str | None = None,
     say: Progress = print,
 ) -> list[Environment]:
-    """The environments asked for; releases that are not in the cache are downloaded.
+    """The environments asked for, or else the installed Megatron, alone and with any MindSpeed.
 
     Args:
-        releases: "all", "latest" or versions.
+        releases: "all", "latest" or versions; downloaded if not in the cache.
         megatron_paths: folders that hold a `megatron` package.
         mindspeed_paths: MindSpeed checkouts, as `DIR`, `DIR=RELEASE` or `DIR=MEGATRON_DIR`.
-        cache: as `environments.cache_dir` takes it.
-        say: called with a line before each download.
-
-    Returns:
-        Where nothing was asked for, the installed Megatron, without MindSpeed and, if that is
-        installed, with it.
+        cache: the folder of `environments.cache_dir`.
+        say: called with a line for each release, before a download.
     """
     words = {"all": TESTED_RELEASES, "latest": (NEWEST,)}
     wanted = [release for name in releases for release in words.get(name, (name,))]

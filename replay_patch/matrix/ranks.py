@@ -1,8 +1,8 @@
 """Process groups on gloo, and functions run on several ranks of this machine.
 
-Never fork ranks from a process that has made Megatron's process groups: the children hang, or crash
-in `new_group`, even when the parent has destroyed its own. A test process should only import and
-`launch`; `launch` refuses to fork where it knows of groups.
+Never fork ranks from a process that has made Megatron's process groups, destroyed or not: they
+hang, or crash in `new_group`. `launch` refuses where it knows of groups. A test process should only
+import and `launch`.
 """
 
 import faulthandler
@@ -30,15 +30,9 @@ def init(
 ) -> None:
     """Start torch.distributed on gloo, Megatron's process groups, and Megatron's RNG tracker.
 
-    Args:
-        world: number of ranks.
-        rank: of this process.
-        init_file: a path that all ranks share, not existing yet; `launch` hands one to each.
-        seed: of Megatron's RNG tracker.
-        parallel: of `parallel_state.initialize_model_parallel`.
-
-    Raises:
-        ValueError: several ranks without an `init_file`.
+    `init_file` is a path that all ranks share, not existing yet; `launch` hands one to each.
+    Several ranks without one are a ValueError. `seed` is that of the RNG tracker, `parallel` are
+    arguments of `parallel_state.initialize_model_parallel`.
     """
     global _made_groups
     cpu.install_once()
@@ -62,7 +56,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Undo `init`; another one may follow.  (Forking ranks stays forbidden, see `launch`.)"""
+    """Undo `init`; another one may follow, but forking ranks stays forbidden (see `launch`)."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -77,20 +71,11 @@ def launch(
     timeout: float = 120.0,
     fresh: bool = False,
 ) -> list[Any]:
-    """Run `fn(rank, world, init_file, *args)` on `world` processes; return what each returned.
+    """Run `fn(rank, world, init_file, *args)` on `world` ranks; return their results, in order.
 
-    Ranks are forked, which is cheap when the caller has imported Megatron already.
-
-    Args:
-        fn: what each rank runs.
-        world: number of ranks.
-        args: further arguments of `fn`.
-        timeout: in seconds. When it is over, or a rank fails, all are killed: the others would
-            wait in gloo for its peer.
-        fresh: start new interpreters (2-3 s each) instead; `fn` and `args` must be picklable.
-
-    Returns:
-        One picklable value per rank, in rank order.
+    Ranks are forked, which is cheap when the caller has imported Megatron; with `fresh` they are
+    new interpreters (2-3 s each), and `fn` and `args` must be picklable, as results always. After
+    `timeout` seconds, or when a rank fails, all are killed: the others would wait for it in gloo.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the text), died or was too slow; or this
@@ -147,7 +132,7 @@ def _outcome(folder: Path, rank: int, kind: str = "result") -> Path:
 
 
 def _wait(ranks: list[Any], deadline: float) -> bool:
-    """Until all are done or one has failed (then the others are killed). False: out of time."""
+    """Wait for all; kill them when one fails or time is over. False: out of time."""
     in_time = True
     while any(process.is_alive() for process in ranks):
         failed = any(process.exitcode not in (0, None) for process in ranks)

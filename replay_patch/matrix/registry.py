@@ -15,11 +15,8 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One named claim about the Megatron of this process, and the function that tries it.
-
-    `run` returns nothing if the claim holds, raises `Skip` if it does not apply, and anything else
-    if it does not hold.
-    """
+    """A claim about the Megatron of this process: `run` returns if it holds, raises `Skip` if it
+    does not apply, and anything else if it does not hold."""
 
     name: str
     sentence: str
@@ -30,7 +27,7 @@ class Check:
     """Processes it runs on."""
     run: Callable[[], None]
     mindspeed: bool = False
-    """Whether it is one of MindSpeed, and run where that is only."""
+    """Whether it is about MindSpeed, and run only where there is one."""
 
 
 CHECKS: dict[str, Check] = {}
@@ -45,17 +42,15 @@ def check(
     ranks: int = 1,
     mindspeed: bool = False,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a function as the check `name`; its docstring is the sentence it proves.
-
-    It runs in a process of its own, on the CPU bed, with the plugin active and Megatron imported,
-    and may do anything to that process.
+    """Register a function as the check `name` of `--only`; its docstring is what it proves. It runs
+    on the CPU bed, with the plugin active and Megatron imported, in a process of its own, to which
+    it may do anything.
 
     Args:
-        name: for `--only`.
         replays: it records or replays, for which the vital patches are needed.
         every_patch: it asks whether all patches are in place.
         ranks: processes that it starts with `ranks.launch`, if more than one.
-        mindspeed: it is of MindSpeed.
+        mindspeed: it is about MindSpeed, and run only where there is one.
     """
 
     def register(function: Callable[[], None]) -> Callable[[], None]:

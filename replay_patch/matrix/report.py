@@ -32,7 +32,7 @@ def table(matrix: Matrix) -> str:
 
 
 def failures(cells: Iterable[Cell]) -> str:
-    """Each red cell with its reason; cells of one environment with one reason stand together."""
+    """The red cells with their reasons; those with the same reason stand together."""
     out = []
     for status, head in (("fail", "Failed:"), ("error", "Could not be run:")):
         lines = _grouped(cells, status)
@@ -84,8 +84,6 @@ def markdown(matrix: Matrix) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- helpers ----------------------------------------------------------------------------------
-
 _Column = tuple[str, str | None]
 
 
@@ -109,7 +107,7 @@ def _counts(cells: Sequence[Cell]) -> str:
 
 
 def _grouped(cells: Iterable[Cell], status: str) -> list[str]:
-    """The details of these cells; those that say the same, together."""
+    """The details of the cells of a status; cells that say the same, together."""
     cells = list(cells)
     names = {cell.check for cell in cells}
     checks: dict[tuple[str, _Column], list[str]] = {}  # by reason and environment

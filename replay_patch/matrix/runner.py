@@ -1,8 +1,5 @@
-"""Run checks on one Megatron after the other, or on several at once, and collect the cells.
-
-Each environment (a Megatron, with or without MindSpeed) is a process that imports it once
-(`replay_patch.matrix.cells`); each of its cells is a process of its own.
-"""
+"""Run checks on Megatrons, one after the other or several at once, and collect the cells. An
+environment (a Megatron, with or without MindSpeed) is a process of `cells`, each cell another."""
 
 import collections
 import os
@@ -38,7 +35,7 @@ class Cell:
     """ "pass", "fail", "skip" (it says nothing about this one), "error" (it could not be run)."""
     seconds: float
     detail: str
-    """Of anything but "pass": why, in a few lines."""
+    """Why it is no "pass", in a few lines."""
 
 
 @dataclass
@@ -61,9 +58,6 @@ class Matrix:
         return "pass" in statuses and not statuses & {"fail", "error"}
 
 
-# --- running ----------------------------------------------------------------------------------
-
-
 def run(
     environments: Sequence[Environment],
     checks: Sequence[Check],
@@ -75,8 +69,6 @@ def run(
     """Run every check in every environment. Ctrl-C ends it with the cells that are finished.
 
     Args:
-        environments: as `plan` makes them.
-        checks: what to run.
         jobs: processes at once; None: as many as there are processors.
         timeout: of one cell, in seconds.
         say: called with a line for each environment that is done, and for each red cell.
@@ -103,8 +95,7 @@ def run(
 
 
 def _cells_of_all(runs: Sequence["_EnvironmentRun"]) -> list[Cell]:
-    """By environment; two of one version (a release and a fork) get the name they were asked by,
-    too."""
+    """By environment; those of one version (a release, a fork) say how they were asked for, too."""
     environments = [environment_run.env for environment_run in runs]
     count = collections.Counter((env.megatron, env.mindspeed) for env in environments)
     cells = []
@@ -136,7 +127,7 @@ class _EnvironmentRun:
         self._stopped = False
 
     def run(self) -> None:
-        """Never raises for what is wrong with the environment: its cells say it."""
+        """Run the checks. What is wrong with the environment is not raised: its cells say it."""
         if not (self._problem or self._stopped):
             try:
                 self._compare_with_tested()

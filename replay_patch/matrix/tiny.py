@@ -2,7 +2,6 @@
 
     tiny.init()                                    # gloo and Megatron's groups, one process
     model = tiny.gpt_model(tiny.moe_config())      # 2 layers, 4 experts, top 2, hidden size 16
-    ...
     tiny.shutdown()
 
 Each function installs the CPU bed if that has not been done. More ranks: `launch`.
@@ -32,10 +31,10 @@ __all__ = [
 
 VOCAB_SIZE, MAX_SEQUENCE_LENGTH = 64, 64
 
-# Pipeline size 2 with virtual stages has two sends and two receives between the same two ranks in
-# one batch. With batch_p2p_comm (the default) they can be matched the wrong way round: everything
-# finishes, with wrong activations from the third microbatch on.  megatron.training refuses that
-# setting, megatron.core does not. These flags choose the ordered path.
+# Pipeline size 2 with virtual stages has two sends and two receives between two ranks in one batch.
+# batch_p2p_comm (the default) can match them the wrong way round: wrong activations, and no error,
+# from the third microbatch on. megatron.training refuses that, megatron.core does not. These flags
+# choose the ordered path.
 VPP_P2P = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
 
@@ -44,8 +43,8 @@ def moe_config(config_class: Any = None, **over: Any) -> Any:
 
     Args:
         config_class: TransformerConfig if None, else e.g. MLATransformerConfig.
-        over: fields that differ. One that the release does not have raises its own TypeError; only
-            this function's own defaults are dropped where a release lacks them.
+        over: fields that differ. One that the release lacks raises its own TypeError; only the
+            defaults here are dropped where a release lacks them.
     """
     _prepare()
     import torch
@@ -80,9 +79,8 @@ def gpt_model(
     """A GPTModel of the local backend, with the MTP block and the dense layers `config` asks for.
 
     Args:
-        config: as `moe_config` makes it.
         seed: of torch's generator just before the weights are drawn; None leaves it alone.
-        torch_attention: use `TorchAttention`; None means where the other cannot (MLA, context
+        torch_attention: use `TorchAttention`; None: where Megatron's does not do (MLA, context
             parallelism, MindSpeed's NPU kernel). Packed sequences need True.
         kwargs: of GPTModel. `vp_stage` is dropped where the release takes none (0.12).
     """
@@ -128,11 +126,8 @@ def gpt_model(
 
 
 def model_chunks(config: Any, **kwargs: Any) -> list[Any]:
-    """This pipeline rank's models: one, or one per virtual stage.
-
-    Raises:
-        ValueError: virtual stages with p2p flags that finish with wrong numbers (see `VPP_P2P`).
-    """
+    """This pipeline rank's models: one, or one per virtual stage. ValueError for p2p flags with
+    which virtual stages finish with wrong numbers (see `VPP_P2P`)."""
     _prepare()
     from megatron.core import parallel_state
 
@@ -198,12 +193,9 @@ def moe_groups(cls: Any) -> dict[str, Any]:
 
 
 def clear_aux_tracker() -> None:
-    """Forget what Megatron's aux losses keep in process globals; call it between two models.
-
-    The first model sizes the tracker, so a second one with more layers (or MTP) ends in an
-    IndexError. A backward outside a schedule leaves a loss scale whose shape the next schedule
-    cannot copy into.
-    """
+    """Forget what Megatron's aux losses keep in process globals; call it between two models. The
+    first one sizes the tracker: another with more layers (or MTP) ends in an IndexError. A backward
+    outside a schedule leaves a loss scale whose shape the next schedule cannot copy into."""
     _prepare()
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils

@@ -1,7 +1,5 @@
-"""The checks of `replay-patch matrix`, in the order in which they are shown.
-
-Importing this loads neither torch nor Megatron: the functions import what they need.
-"""
+"""The checks of `replay-patch matrix`, in the order in which they are shown. The functions import
+what they need; importing this loads neither torch nor Megatron."""
 
 from replay_patch.matrix.checks import plugin, seams, routing, schedules, padding, ascend  # isort: skip
 from replay_patch.matrix.registry import CHECKS

@@ -74,7 +74,7 @@ def npu_targets() -> None:
         for target in targets:
             found = [*chain(live(target))]
             assert any(map(is_ours, found)), f"{target} is no longer ours"
-            # Importers bind one function under several targets: the last replacement has them all.
+            # A function may be several targets, all of which the last replacement has.
             assert found[-1] in theirs.values(), f"ours at {target} calls {found[-1]}"
             Manager.register_patch(target.replace(":", "."), _passing_wrapper)
     schedules.schedule()
@@ -254,7 +254,7 @@ def _repatch(**arguments: Any) -> None:
 
 
 def _repatch_alone(**arguments: Any) -> None:
-    """With MindSpeed's features for these arguments, but not with every config having them."""
+    """Switch on MindSpeed's features for these arguments, without giving them to every config."""
     _repatch(**arguments)
     vars(ascend_bed.mindspeed_args()).update(dict.fromkeys(arguments))
 

@@ -154,9 +154,6 @@ def padding_pp() -> None:
     tools.on_ranks(_rank, pipeline_model_parallel_size=2)
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 def _losses(kind: str) -> dict[str, Any]:
     coefficient = 0.0 if kind == "none" else 0.1
     return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
@@ -189,7 +186,7 @@ def _backward(model: Any, length: int, total: int, masked: bool, backward: bool 
 
 
 def _gradients(model: Any, length: int, total: int, masked: bool | None = None) -> dict[str, Any]:
-    """By parameter; the batch is given a mask if it has padding, or as `masked` says."""
+    """By name of the parameter; a batch with padding has a mask, unless `masked` says otherwise."""
     _backward(model, length, total, length < total if masked is None else masked)
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -201,7 +198,7 @@ def _same(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
 
 
 def _same_with_recompute(recompute: dict[str, Any], masked: bool = True, **options: Any) -> None:
-    """A model's gradients are bitwise those that it has with this recompute."""
+    """AssertionError unless this recompute leaves a model's gradients bitwise the same."""
     plain, recomputed = (
         _gradients(_model("aux_loss", **options, **more), LENGTH, tools.SEQUENCE, masked=masked)
         for more in ({}, recompute)
@@ -210,12 +207,9 @@ def _same_with_recompute(recompute: dict[str, Any], masked: bool = True, **optio
 
 
 def _counts(model: Any, length: int, total: int, backward: bool = True) -> list[list[float]]:
-    """Of each layer, what its router has counted in one step."""
+    """What the router of each layer counts in one step."""
     _backward(model, length, total, length < total, backward)
     return [router.local_tokens_per_expert.tolist() for router in tools.routers(model)]
-
-
-# --- ranks ----------------------------------------------------------------------------------------
 
 
 def _rank(rank: int, world: int, init_file: str, options: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def off_is_off() -> None:
 
 
 def digest() -> str:
-    """Of output and gradients of a small model in training, which uses no replay."""
+    """A hash of the output and the gradients of a small model that trains without replay."""
     tiny.init()
     config = tiny.moe_config(moe_z_loss_coeff=1e-3)
     model = tiny.gpt_model(config)

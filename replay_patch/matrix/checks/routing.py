@@ -176,7 +176,7 @@ def _pair(options: dict[str, Any], **later: Any) -> tuple[Any, Any]:
 
 
 def _run(router: Any, *, action: str = "", ids: Any = None, **kwargs: Any) -> dict[str, Any]:
-    """Forward and backward of one router. Returns its outputs and gradients."""
+    """The outputs and gradients of one router's forward and backward."""
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 

@@ -212,7 +212,7 @@ def guard() -> None:
 
 @contextlib.contextmanager
 def _with_replay_objects(cls: Any) -> Iterator[None]:
-    """Give each router that is built an object of the place where its replay object would be."""
+    """Give each router that is built a stand-in for a replay object."""
     original: Callable[..., None] = cls.__init__
 
     @functools.wraps(original)

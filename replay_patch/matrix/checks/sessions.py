@@ -65,7 +65,7 @@ def on_rank(rank: int, world: int, init_file: str | None, options: dict[str, Any
 
 
 def _set_targets(chunk: Any, routes: list[Any], microbatch: int, layout: Any) -> dict[str, Any]:
-    """The low-level way: ids [R, K] for each router; rows without any get experts 0 .. K-1."""
+    """Give each router its ids [R, K] without a session; rows without a route get 0 .. K-1."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     for router in tools.routers(chunk):
@@ -82,10 +82,7 @@ def _check_maps(
     seen: Any, routes: list[Any], layout: Any, calls: int, own_holes: bool = True
 ) -> None:
     """Every call took the ids of its own microbatch, and a recompute what its forward took.
-
-    Args:
-        own_holes: tokens without a route took the native experts, and padding all alike.
-    """
+    With `own_holes`, tokens without a route took the native experts, and padding all alike."""
     for (layer, microbatch), maps in seen.items():
         where = f"layer {layer}, microbatch {microbatch}"
         assert len(maps) == calls, f"{where}: {len(maps)} router calls, expected {calls}"
@@ -106,7 +103,7 @@ def _check_maps(
 
 
 def _check_report(report: Any, seen: Any, routes: list[Any], layout: Any) -> None:
-    """It counts each row once for each layer, and the first microbatch of each stage's overlap."""
+    """It counts each row once per layer, and has the overlap of each stage's first microbatch."""
     padding = int((layout.rows < 0).sum()) * len(seen)
     replayed = sum(int(wanted_maps(routes, m, layer, layout).any(1).sum()) for layer, m in seen)
     found = (report.replayed, report.holes, report.padding)
@@ -120,11 +117,8 @@ def _check_report(report: Any, seen: Any, routes: list[Any], layout: Any) -> Non
             assert abs(share - shown) < 1e-6, f"layer {layer}: overlap {shown}, expected {share}"
 
 
-# --- the microbatches, and what their routers did with them ---------------------------------------
-
-
 def layout_of(config: Any) -> Any:
-    """Of the sequences of a microbatch, which are all alike, on this rank."""
+    """The layout, on this rank, of any microbatch: all have the same lengths."""
     from megatron.core import parallel_state
 
     return replay_patch.TokenLayout.padded(
@@ -139,7 +133,7 @@ def layout_of(config: Any) -> Any:
 
 
 def other_routes(layers: tuple[int, ...]) -> list[Any]:
-    """Routes that no router would choose, but for a last token without one and one hole more."""
+    """Routes that no router would choose; the second and the last token of a sequence have none."""
     import torch
 
     out = []
@@ -154,13 +148,13 @@ def other_routes(layers: tuple[int, ...]) -> list[Any]:
 
 
 def of_microbatch(routes: list[Any], microbatch: int) -> list[Any]:
-    """Those of its sequences."""
+    """The routes of a microbatch's sequences."""
     first = microbatch * len(LENGTHS)
     return routes[first : first + len(LENGTHS)]
 
 
 def wanted_maps(routes: list[Any], microbatch: int, layer: int, layout: Any) -> Any:
-    """bool [R, E]: of each router row of this rank; nothing for a row without a captured route."""
+    """The map bool [R, E] of this rank's router rows; a row without a captured route is False."""
     import torch
 
     wanted = torch.zeros(len(layout.rows), tools.EXPERTS, dtype=torch.bool)
@@ -177,10 +171,8 @@ def wanted_maps(routes: list[Any], microbatch: int, layer: int, layout: Any) -> 
 
 
 def run_watched(chunks: list[Any], load: Any, train: bool) -> dict[tuple[int, int], Any]:
-    """One schedule; (layer, microbatch) -> of each router call the map, and the native one.
-
-    Whose a recompute is, is not asked of the product: its input is bitwise that of its forward.
-    """
+    """Run a schedule; (layer, microbatch) -> (map, native map) of each of its router calls.
+    A recompute's microbatch is known by its input, which is bitwise that of the forward."""
     import torch
     from megatron.core import parallel_state
 

@@ -17,7 +17,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def config(*, replay: bool = True, **options: Any) -> Any:
-    """Of a model without auxiliary loss; with replay on, unless not even asked for."""
+    """The config of a model without auxiliary loss; `replay=False` does not even mention replay."""
     defaults = {
         **({"enable_routing_replay": True} if replay else {}),
         "num_layers": 4,
@@ -30,7 +30,7 @@ def config(*, replay: bool = True, **options: Any) -> Any:
 
 
 def staged_config(layers: int, pp: int, vpp: int | None, **options: Any) -> Any:
-    """Of a model on `pp` pipeline ranks of `vpp` virtual stages each, unless that is None."""
+    """The config for `pp` pipeline ranks of `vpp` virtual stages each; None: without them."""
     return tiny.moe_config(
         num_layers=layers,
         pipeline_model_parallel_size=pp,
@@ -86,11 +86,8 @@ def topk_function() -> Any:
 
 
 def provide_fused_kernel() -> list[str]:
-    """Stand in for Transformer Engine's fused kernel: it takes experts 0 .. K-1.
-
-    Returns:
-        One word for each of its calls.
-    """
+    """Stand in for Transformer Engine's fused kernel by one that takes experts 0 .. K-1; returns a
+    list that gets one word for each of its calls."""
     import torch
     from megatron.core.transformer.moe import moe_utils
 
@@ -162,7 +159,7 @@ def refused(
 
 @contextlib.contextmanager
 def mindspeed_may_fail(words: str) -> Iterator[None]:
-    """Skip if MindSpeed itself cannot do it, for itself or with this Megatron, and says so."""
+    """Skip if MindSpeed itself cannot do it, alone or with this Megatron: its error has `words`."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,6 @@
-"""Stand-in for Ascend's MegatronAdaptor and TransformerEngineNPU, which MindSpeed for core 0.17 and
-0.18 imports first.
-
-It gives transformer-engine a version, and a package in which every class name is an empty Module,
-but for the norms, which MindSpeed puts into layers of Megatron's local backend.
-"""
+"""Stand-in for Ascend's MegatronAdaptor and TransformerEngineNPU: MindSpeed for core 0.17 and 0.18
+imports them first. It gives transformer-engine a version, and a package whose classes are empty
+Modules, but for the norms, which MindSpeed puts into layers of Megatron's local backend."""
 
 import importlib
 import importlib.abc
@@ -24,7 +21,7 @@ _FUNCTIONS = (
 )
 
 _ABSENT = ("general_gemm", "get_workspace", "get_cpu_offload_context", "_SplitAlongDim")
-"""So that Megatron does without: nothing computes here."""
+"""Nothing computes here: Megatron does without them."""
 
 _version = importlib.metadata.version
 importlib.metadata.version = lambda name: (

@@ -1,8 +1,7 @@
-"""Stand-in for Ascend's torch_npu, for machines without an NPU.
+"""Stand-in for Ascend's torch_npu, with only what MindSpeed touches while imported and applied.
 
-It keeps torch from loading plugins, itself among them, while it imports torch, and then puts the
-variable back: a script that imports it first never gets to any `torch.backends` entry point. For
-the rest it has only the names that MindSpeed touches while it is imported and applied.
+Only while it imports torch, it keeps that from loading plugins, itself among them: a script that
+imports torch_npu first never gets to any `torch.backends` entry point.
 """
 
 import os
