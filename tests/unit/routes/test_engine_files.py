@@ -11,7 +11,7 @@ from replay_patch import Routes
 from replay_patch.routes import engines
 from replay_patch.routes.responses.engine import engine_named, engine_names
 
-PAGE = Path(__file__).parents[2] / "docs" / "routes.md"
+PAGE = Path(__file__).parents[3] / "docs" / "routes.md"
 SOURCE = """
 from replay_patch.routes.responses.engine import Engine
 
