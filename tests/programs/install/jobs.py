@@ -44,6 +44,7 @@ def actor() -> None:
     @ray.remote
     class Actor:
         def state(self) -> str:
+            import torch  # noqa: F401  (it activates the plugin there)
 
             import replay_patch
 
