@@ -3,6 +3,7 @@
 python jobs.py children|rank|actor        # for tests/install/test_installation.py
 """
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -44,11 +45,8 @@ def actor() -> None:
     @ray.remote
     class Actor:
         def state(self) -> str:
-            import torch  # noqa: F401  (it activates the plugin there)
-
-            import replay_patch
-
-            status = replay_patch.status()
+            importlib.import_module("torch")  # it activates the plugin there
+            status = importlib.import_module("replay_patch").status()
             return f"actor {status.active} {status.trigger}"
 
     print(ray.get(Actor.remote().state.remote()))
